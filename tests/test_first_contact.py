@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.errors import ConfigError, PartitionError
+from gapless.errors import CheckpointError, ConfigError, PartitionError
 from tests.model.training import assert_exact
 
 WIDTH = 6
@@ -195,7 +199,102 @@ def test_keywords_that_the_first_layer_does_not_have_are_a_sentence() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
         with pytest.raises(
-            ConfigError, match="the batch has input_ids, but the first layer, a Linear, can't take that"
+            ConfigError,
+            match="the batch has input_ids, but the first layer, a Linear, takes input: for input_ids, did",
         ):
             pipe.step(input_ids=torch.randn(4, 4), target=torch.randn(4, 4))
         pipe.step(input=torch.randn(4, 4), target=torch.randn(4, 4))
+
+
+class Branch(Pair):
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        made: Tensor = self.first(x)
+        return made if made.sum() > 0 else self.last(made)
+
+
+class OwnLoss(Pair):
+    def forward(self, inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:  # type: ignore[override]
+        return F.mse_loss(super().forward(inputs), labels)
+
+
+class Named(OwnLoss):
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs, labels)
+
+
+def shown(call: Callable[[], object]) -> str:
+    """What a user sees of its error."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_a_model_that_can_not_be_traced_is_a_sentence_with_its_line_and_nothing_of_torch_or_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It came after two hundred lines of torch's."""
+    options: dict[str, Any] = {"devices": 2, "microbatches": 2, "loss": F.mse_loss}
+    pipe = gapless.Pipeline(Branch(), **options)
+    for call in (
+        lambda: pipe.step(rows(), rows()),
+        lambda: gapless.Pipeline(Branch(), example=rows(), **options),
+        lambda: gapless.Pipeline(Branch(), **{**options, "microbatches": 0}),
+        lambda: pipe.load("nowhere"),
+    ):
+        seen = shown(call)
+        assert {line.split('"')[1] for line in seen.splitlines() if line.startswith("  File")} == {__file__}
+        assert "direct cause" not in seen
+    assert re.search(r"can't trace Branch: .*test_first_contact.py, line \d+", shown(lambda: pipe.step(rows(), rows())))
+    monkeypatch.setenv("GAPLESS_TRACEBACK", "full")
+    seen = shown(lambda: pipe.step(rows(), rows()))
+    assert "direct cause" in seen
+    assert "trace.py" in seen
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "batch", "words"),
+    [
+        (
+            Named,
+            {},
+            {"input": rows(), "labels": rows()},
+            "the batch has input, but Named takes inputs, labels: for input, ",
+        ),
+        (OwnLoss, {}, {"input": rows(), "labels": rows()}, "did you mean inputs?"),
+        (Named, {}, {"labels": rows()}, "the batch has labels, but Named takes inputs, labels: missing a required arg"),
+        (Pair, {"loss": F.mse_loss}, [rows(), rows()], "give inputs and target as two arguments, (x, y)"),
+        (sequence, {"loss": F.mse_loss}, [rows(), rows()], "give inputs and target as two arguments, (x, y)"),
+        (
+            lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+            {"loss": F.mse_loss},
+            (rows(), rows()),
+            "the batch has 2 inputs, but the first layer, a Linear, takes input: too many positional arguments; a ta",
+        ),
+    ],
+)
+def test_a_batch_with_other_inputs_than_the_model_is_told_what_it_takes(
+    model: Any, options: Any, batch: Any, words: str
+) -> None:
+    with gapless.Pipeline(model(), devices=2, microbatches=2, **options) as pipe:
+        assert words in shown(lambda: pipe.step(batch))
+        assert words in shown(lambda: pipe.evaluate(batch))
+
+
+def test_wrong_arguments_are_told_in_the_names_of_the_user() -> None:
+    with pytest.raises(ConfigError, match=r"takes only the model without a name: write Pipeline\(model, devices=2, "):
+        gapless.Pipeline(Pair(), 2)  # type: ignore[call-arg]
+    with gapless.Pipeline(sequence(), devices=2, loss=F.mse_loss) as pipe:
+        for name in ("save", "load", "clip_grad_norm_"):
+            with pytest.raises(TypeError, match=rf"Pipeline\.{name}\(\) missing [12] required"):
+                getattr(pipe, name)()
+
+
+def test_a_file_of_torch_is_no_checkpoint_but_its_state_can_be_loaded(tmp_path: Path) -> None:
+    file, other = tmp_path / "x.pt", sequence()
+    torch.save(other.state_dict(), file)
+    with gapless.Pipeline(sequence(), devices=2, loss=F.mse_loss) as pipe:
+        with pytest.raises(CheckpointError, match=r"x.pt is a file.*pipe.load_state_dict\(torch.load\(file\)\)"):
+            pipe.load(file)
+        pipe.load_state_dict(torch.load(file))
+        assert all(torch.equal(each, other.state_dict()[name]) for name, each in pipe.state_dict().items())

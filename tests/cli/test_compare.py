@@ -93,3 +93,20 @@ def test_only_those_that_are_named(gapless: Command) -> None:
         "",
         "gapless: there is no schedule named 'zbv'; did you mean zb-v?\n",
     )
+
+
+def test_schedules_in_files_are_ranked_beside_others(gapless: Command, tmp_path: Path) -> None:
+    files = {}
+    for words in ("zb-h1", "pipedream", "zb-h1 --devices 3"):
+        files[words] = tmp_path / f"{len(files)}.txt"
+        files[words].write_text(gapless(f"show {words} --format text").out)
+    found = json.loads(gapless(f"compare --json --schedules 1f1b,{','.join(map(str, files.values()))}").out)
+    mine, stream, other = map(str, files.values())
+    assert [each["schedule"] for each in found["schedules"]] == [mine, "1f1b", stream]
+    assert [each["rank"] for each in found["schedules"]] == [1, 2, None]
+    alike = json.loads(gapless("compare --json --schedules zb-h1").out)["schedules"][0]
+    assert found["schedules"][0] == {**alike, "schedule": mine}
+    assert found["refused"] == {other: "this file is for --devices 3 --microbatches 8: compare it for these"}
+    files["zb-h1"].write_text("0: 0F0 0F0\n")
+    assert "violation" in gapless(f"compare --schedules 1f1b,{mine}").err
+    assert "there is no file" in gapless("compare --schedules 1f1b,nowhere.txt").err

@@ -85,6 +85,15 @@ def test_the_report(gapless: Command, profile: str) -> None:
     assert grid[-1].startswith("F forward")
 
 
+def test_what_was_left_out_is_held_against_the_marked_plan_alone(gapless: Command, profile: str) -> None:
+    """ "The best" was what had been found when a choice was left out, and in the table another plan."""
+    out = gapless(f"plan {profile} --devices 3 {QUICK}").out
+    step = re.findall(r"^\* .*?(\S+ m?s) ", out, re.MULTILINE)
+    (said,) = re.findall(r"^left out \(the plan marked \* takes (.*)\):$", out, re.MULTILINE)
+    assert step == [said]
+    assert "the best takes" not in out
+
+
 def test_json_has_the_plan_and_every_choice(gapless: Command, profile: str) -> None:
     found = json.loads(gapless(f"plan {profile} --devices 2 --memory 110MiB {QUICK} --json").out)
     assert found["profile"] == "six blocks"

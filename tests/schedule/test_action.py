@@ -145,3 +145,7 @@ def test_a_long_wrong_token_is_cut_in_the_message() -> None:
 def test_lines_that_begin_with_a_hash_are_comments() -> None:
     text = "# my schedule\n0: 0F0 0B0\n  # the last stage\n1: 1F0 1B0\n"
     assert Schedule.parse(text) == Schedule.parse("0: 0F0 0B0\n1: 1F0 1B0")
+    csv = "# my schedule\r\n0F0,,0B0\r\n  # the last stage\r\n,1F0,1B0\r\n"  # each comment was a device
+    assert Schedule.parse(csv) == Schedule.parse(text)
+    with pytest.raises(ScheduleError, match="line 4: 'x' is not an action"):
+        Schedule.parse(csv.replace("1F0", "x"))

@@ -157,7 +157,9 @@ def test_a_violation_is_shown_in_its_row() -> None:
     assert excerpt(schedule, Violation("order", 0, 6, "")) == (
         "    0: ... 0F2 0F3 0F4 0F5 0B0 0B1 0B2 0B3 0B4 ...\n                           ^^^"
     )
-    assert excerpt(schedule, Violation("complete", 0, 12, "")) == "    0: ... 0B2 0B3 0B4 0B5 ^"
+    assert excerpt(schedule, Violation("complete", 0, 12, "")) == (
+        "    0: ... 0B2 0B3 0B4 0B5 ?\n                           ^"
+    )
 
 
 def test_raising_shows_the_first_violations_and_counts_the_others() -> None:

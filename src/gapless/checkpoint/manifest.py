@@ -121,6 +121,11 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.exists():
             raise CheckpointError(f"there is no checkpoint {printable(str(folder))}") from None
         raise CheckpointError(f"{printable(str(folder))} is no checkpoint: it has no {NAME}") from None
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"{printable(str(folder))} is a file, and a checkpoint is a folder: if torch.save wrote a state_dict into "
+            "it, use pipe.load_state_dict(torch.load(file))"
+        ) from None
     except OSError as error:
         raise unread(path, error) from None
     frame = _FRAME.fullmatch(data)

@@ -4,7 +4,9 @@ import argparse
 
 from gapless.cli import options, terminal
 from gapless.cli.output import asked
+from gapless.errors import ConfigError
 from gapless.schedule.costs import Costs
+from gapless.schedule.recipes import find_recipe
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view.comparison import compared
@@ -15,7 +17,9 @@ EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Which of them, and for what."""
-    parser.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all but optimal)")
+    parser.add_argument(
+        "--schedules", metavar="NAME,FILE", help="only these, by name or file (default: all but optimal)"
+    )
     options.add_all(parser)
 
 
@@ -24,11 +28,20 @@ def run(arguments: argparse.Namespace) -> int:
     costs = Costs(**asked.given(arguments, Costs))
     limit = options.limit_of(arguments, costs)
 
+    names = None if arguments.schedules is None else [each for each in arguments.schedules.split(",") if each]
+    files = {name: options.verified(name) for name in names or () if options.is_file(name)}
+    for name in names or ():
+        if name not in files:
+            find_recipe(name)
+
     def simulated(name: str) -> Timeline:
-        made, its_costs = options.passed(options.build(name, arguments, costs), costs, arguments, limit)
+        made = files[name] if name in files else options.build(name, arguments, costs)
+        sizes = made.num_devices, made.num_microbatches
+        if name in files and sizes != (arguments.devices, arguments.microbatches):
+            raise ConfigError("this file is for --devices {} --microbatches {}: compare it for these".format(*sizes))
+        made, its_costs = options.passed(made, costs, arguments, limit)
         return simulate(made, its_costs, name)
 
-    names = None if arguments.schedules is None else [each for each in arguments.schedules.split(",") if each]
     found = compared(simulated, names, limit, arguments.objective)
     left_out = ""
     if found.refused and arguments.html:

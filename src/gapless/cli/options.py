@@ -140,10 +140,8 @@ def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Cos
     """The schedule of that name, or in that file, after the passes; its costs and the memory limit."""
     costs = Costs(**given(arguments, Costs))
     limit = limit_of(arguments, costs)
-    is_file = os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))
-    if name not in recipes.RECIPES and is_file:
-        schedule = read_schedule(name)
-        verify(schedule).raise_if_wrong()
+    if is_file(name):
+        schedule = verified(name)
         for asked, usual, there in (
             (arguments.devices, _DEVICES, schedule.num_devices),
             (arguments.microbatches, _MICROBATCHES, schedule.num_microbatches),
@@ -154,6 +152,19 @@ def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Cos
         schedule = _solved(arguments, costs) if name == "optimal" else build(name, arguments, costs)
     schedule, costs = passed(schedule, costs, arguments, limit)
     return _followed(schedule, arguments.steps), costs, limit
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule is meant that is in a file, and not a recipe."""
+    looks_so = os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))
+    return name not in recipes.RECIPES and looks_so
+
+
+def verified(path: str) -> Schedule:
+    """The correct schedule in a file."""
+    schedule = read_schedule(path)
+    verify(schedule).raise_if_wrong()
+    return schedule
 
 
 def _followed(schedule: Schedule, steps: int) -> Schedule:

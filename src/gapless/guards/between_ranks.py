@@ -7,7 +7,8 @@ SAME_CALLS = Guard(
     "ranks that make different calls, or the same calls with different arguments or modes, and would mix up messages",
     "in every step",
     "25 bytes in each message",
-    "all ranks make the same calls, with the same arguments",
+    "all ranks make the same calls, with the same arguments: also save, load, state_dict and evaluate, so call none of "
+    "them in an `if rank == 0:`",
 )
 SAME_WEIGHTS = Guard(
     "weights of all ranks",

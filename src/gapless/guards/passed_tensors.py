@@ -26,8 +26,8 @@ CHANGED_INPUTS = Guard(
 )
 CAPTURED_ACTIONS = Guard(
     "captured actions",
-    "a CUDA graph that repeats an outdated state of its layers, their tensors or torch's settings, or what its code once "
-    "got from Python's `random`, NumPy, a clock or a file",
+    "a CUDA graph that repeats an outdated state of its layers, their tensors or torch's settings, or what its code "
+    "once got from Python's `random`, NumPy, a clock or a file",
     "in every step",
     "comparing addresses, numbers and settings of a stage once per step, and Python's profiler during a capture; a "
     "graph is captured again, or given up",

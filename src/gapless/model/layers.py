@@ -1,6 +1,6 @@
 """A model as a sequence of layers, with the names its parameters had before anybody cut it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
 from typing import Any
@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
-from gapless.errors import ConfigError, PartitionError
+from gapless.errors import ConfigError, PartitionError, did_you_mean
 from gapless.guards.whole_model import IGNORED_HOOKS, LEFT_OUT_PARAMETERS, MODEL_EDITS
+from gapless.stage.batch import microbatch as mb
 
 Layer = Callable[..., Any]
 
@@ -58,18 +59,11 @@ class Layers:
         return ()
 
     def prepare(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Microbatches as they are. A dict is for a first layer that has arguments of these names."""
-        first = self.layers[0] if self.layers else None
-        if parts and isinstance(parts[0], dict) and not getattr(first, "_forward_pre_hooks", None):
-            with suppress(ValueError):  # of what is not written in Python nothing is known
-                try:
-                    signature(first.forward if isinstance(first, nn.Module) else first).bind(**parts[0])  # type: ignore[arg-type]
-                except TypeError as error:
-                    raise ConfigError(
-                        f"the batch has {', '.join(map(str, parts[0]))}, but the first layer, a "
-                        f"{type(first).__name__}, can't take that by name ({error}): pass its input itself, as step(x, "
-                        "target)"
-                    ) from None
+        """Microbatches as they are."""
+        if parts and self.layers:
+            check_call(
+                self.layers[0], *mb.call_of(parts[0]), who=f"the first layer, a {type(self.layers[0]).__name__},"
+            )
         return parts
 
     def again(self) -> "Layers":
@@ -85,6 +79,31 @@ class Layers:
         if by_hand is not None or isinstance(model, nn.Module | Sequence):
             return Layers(model, by_hand)
         return self
+
+
+def check_call(called: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, who: str) -> None:
+    """A layer or a model takes as many inputs as a microbatch has, under these names."""
+    if isinstance(called, nn.Module) and (called._forward_pre_hooks or type(called).__call__ is not nn.Module.__call__):
+        return  # which may take others
+    with suppress(ValueError):  # of what is not written in Python nothing is known
+        known = signature(called.forward if isinstance(called, nn.Module) else called)
+        try:
+            known.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in known.parameters]
+            given = ", ".join(unknown or kwargs) or f"{len(args)} input{'s' if len(args) > 1 else ''}"
+            otherwise = f"{error}; a target comes after the inputs, as in step(x, target)"
+            way_out = misspelt(called, kwargs) or otherwise
+            raise ConfigError(
+                f"the batch has {given}, but {who} takes {', '.join(known.parameters)}: {way_out}"
+            ) from None
+
+
+def misspelt(called: Layer, names: Iterable[str]) -> str:
+    """What somebody meant by a name that is none of the layer's or the model's arguments; nothing if nobody knows."""
+    known = signature(called.forward if isinstance(called, nn.Module) else called).parameters
+    meant = ((name, did_you_mean(name, known, "")) for name in names if name not in known)
+    return next((f"for {name}, {question}" for name, question in meant if question), "")
 
 
 def cost_of(layer: Layer) -> int:

@@ -21,6 +21,7 @@ from gapless.pipeline.saved.pretrained_folder import save_folder
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
 from gapless.pipeline.shares import shares_of
+from gapless.pipeline.short_tracebacks import public_calls
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
 from gapless.run.held_memory import HeldMemory, held_memory
@@ -28,6 +29,7 @@ from gapless.run.streams.stream import Stream
 from gapless.run.world import World
 
 
+@public_calls("Pipeline")
 class HeldModel:
     """What a pipeline lets its user do with the model. Whoever asks means the model as it is now: an edit since the
     last step is taken over first.

@@ -20,7 +20,7 @@ from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.model.traced.capture import own_loss
 from gapless.pipeline.arguments import checks as arguments
-from gapless.pipeline.arguments.habits import batch_of, check_model, explained
+from gapless.pipeline.arguments.habits import batch_of, check_model, explained, pairs_told
 from gapless.pipeline.arguments.schedule_arguments import ScheduleArguments
 from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
@@ -28,7 +28,7 @@ from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.overlapped_training import Given
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Offload, Schedules
-from gapless.pipeline.short_tracebacks import short_tracebacks
+from gapless.pipeline.short_tracebacks import public_calls
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@public_calls("Pipeline")
 class Pipeline(HeldModel):
     """A model cut into stages that work at the same time, with the gradients of training on one device.
 
@@ -175,7 +176,6 @@ class Pipeline(HeldModel):
                 self._staged.prepared([apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._called_as_a_whole = None if layers is not None else model
 
-    @short_tracebacks
     def step(
         self,
         inputs: Any = None,
@@ -204,7 +204,7 @@ class Pipeline(HeldModel):
         self._options.schedules.check_steps()
         arguments.check_step(scaler, one_process=self._world.one_process)
         self._settle()
-        with self._world.call("in a step"):  # what is refused in it is told to the other ranks
+        with self._world.call("in a step"), pairs_told(inputs, target):  # what is refused is told to the other ranks
             result = self._run(self._given(inputs, target, Share.of(weight, sync), cut, outputs, scaler))
             self.steps += 1
         return result
@@ -257,7 +257,6 @@ class Pipeline(HeldModel):
         stream.owner = self
         return stream
 
-    @short_tracebacks
     def evaluate(
         self, inputs: Any = None, target: Any = None, *, cut: bool = True, outputs: bool = True, **batch: Any
     ) -> Result:
@@ -266,7 +265,7 @@ class Pipeline(HeldModel):
         check_drained(self._streams)
         self._settle()
         has_loss = target is not None or self._options.loss is own_loss
-        with self._world.call("evaluating"):
+        with self._world.call("evaluating"), pairs_told(inputs, target):
             cuts = self._batch(inputs, target, cut)
             self._staged.follow()
             with in_eval_mode(self._staged.module):

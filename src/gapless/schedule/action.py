@@ -174,12 +174,12 @@ class Schedule:
     def parse(cls, text: str, name: str = "") -> "Schedule":
         """Reads any of the three formats, without lines that begin with #; an error names the line and the token."""
         name = printable(name)
-        text = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
-        stripped = text.lstrip()
+        text = re.sub(r"^[ \t]*#.*$", "#", text, flags=re.MULTILINE)  # a line stays, so that others keep their numbers
+        stripped = text.lstrip("# \t\r\n")
         if not stripped:
             raise ScheduleError("the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`")
         if stripped[0] == "{":
-            return _parse_json(text, name)
+            return _parse_json(re.sub(r"^#$", "", text, flags=re.MULTILINE), name)
         if _ROW.match(stripped.split("\n", 1)[0]):
             return cls.of(_parse_text(text), name=name)
         return cls.of(_parse_csv(text), name=name)
@@ -208,7 +208,7 @@ def parse_action(token: str, where: str = "") -> Action:
 def _parse_text(text: str) -> list[list[Action]]:
     rows: list[list[Action]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
+        if not line.strip() or line == "#":
             continue
         found = _ROW.match(line)
         if found is None:
@@ -228,6 +228,7 @@ def _parse_csv(text: str) -> list[list[Action]]:
     return [
         [parse_action(cell.strip(), f"line {number}: ") for cell in line.split(",") if cell.strip()]
         for number, line in enumerate(text.splitlines(), 1)
+        if line != "#"
     ]
 
 

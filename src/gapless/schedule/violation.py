@@ -22,8 +22,8 @@ def excerpt(schedule: Schedule, violation: Violation, reach: int = 4) -> str:
     tokens = [str(action) for action in row[first : violation.position + reach + 1]]
     head = f"    {violation.device}: " + ("... " if first else "")
     at = violation.position - first
-    if at >= len(tokens):
-        return f"{head}{' '.join(tokens)} ^"
+    if at >= len(tokens):  # something is missing
+        tokens.append("?")
     lead = len(head) + sum(len(token) + 1 for token in tokens[:at])
     tail = " ..." if violation.position + reach + 1 < len(row) else ""
     return f"{head}{' '.join(tokens)}{tail}\n{' ' * lead}{'^' * len(tokens[at])}"

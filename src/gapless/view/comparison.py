@@ -108,7 +108,10 @@ def compare(
     def simulated(name: str) -> Timeline:
         return simulate(build(name, request), request.costs, name)
 
-    return compared(simulated, schedules, request.limit, objective)
+    names = None if schedules is None else list(schedules)
+    for name in names or ():
+        find_recipe(name)
+    return compared(simulated, names, request.limit, objective)
 
 
 def schedules() -> list[str]:
@@ -125,8 +128,6 @@ def compared(
     timelines: list[Timeline] = []
     refused: dict[str, str] = {}
     for name in asked:
-        if names is not None:
-            find_recipe(name)
         try:
             timeline = simulated(name)
         except GaplessError as error:
@@ -137,8 +138,8 @@ def compared(
             refused[name] = f"its peak of {text.number(peak)} is above the limit of {text.number(limit)}"
         else:
             timelines.append(timeline)
-    ranked = [timeline for timeline in timelines if RECIPES[timeline.name].synchronous]
-    unflushed = [timeline for timeline in timelines if not RECIPES[timeline.name].synchronous]
+    ranked = [timeline for timeline in timelines if _is_synchronous(timeline)]
+    unflushed = [timeline for timeline in timelines if not _is_synchronous(timeline)]
     if not ranked and (names is None or not unflushed):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:2])
         fact = "can be made" if limit is None else f"fits a memory limit of {text.number(limit)}"
@@ -148,6 +149,11 @@ def compared(
     if any(timeline.name == "auto" for timeline in ranked):
         plain_pipeline = next((each for each in ranked if each.name == "1f1b"), None) or simulated("1f1b")
     return Ranking(ranked, unflushed, refused, objective, plain_pipeline)
+
+
+def _is_synchronous(timeline: Timeline) -> bool:
+    recipe = RECIPES.get(timeline.name)
+    return timeline.schedule.num_minibatches == 1 if recipe is None else recipe.synchronous
 
 
 def _value(timeline: Timeline, objective: str) -> tuple[Number, Number, Number]:

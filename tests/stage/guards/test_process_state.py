@@ -7,6 +7,7 @@ import itertools
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set
 
 import gapless
 from gapless.errors import ConfigError
+from gapless.stage.guards.process_state import watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.random.draws import Draws
 from tests.pipelines import Do, assert_same_gradients
@@ -425,3 +427,13 @@ def test_a_generator_that_layers_of_another_process_hold_too_is_refused() -> Non
         pass
     with pytest.raises(gapless.GaplessError, match="one torch"), draws.of_its_own(generator):
         pass
+
+
+def test_torch_names_what_it_has_deprecated_without_a_warning() -> None:
+    """Each first torch.compile warned of has_cuda and three others: torch silences only what comes from its modules."""
+    watch_torch()
+    named: Any = torch.overrides.get_ignored_functions
+    named.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert named()

@@ -44,7 +44,8 @@ def report(profile: Profile, found: Found, top: int, beside: Sequence[Alternativ
     if profile.slack > SLACK and profile.device.startswith("cuda"):
         parts.append(_about_the_allocator(profile))
     if found.rejected:
-        parts.append("left out:\n" + "\n".join(f"  {choice}: {reason}" for choice, reason in rejections(found)))
+        told = "".join(f"\n  {choice}: {reason}" for choice, reason in rejections(found))
+        parts.append(f"left out (the plan marked * takes {units.show_seconds(best.step_seconds)}):{told}")
     parts.append(textwrap.fill(best.how_good, _WIDTH))
     if best.caution:
         parts.append(textwrap.fill(f"caution: {best.caution}", _WIDTH))

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
-from gapless.model.layers import check_parts
+from gapless.model.layers import check_call, check_parts
 from gapless.model.materialise import Home, homes_in, named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
 from gapless.slow_work import slow_work
@@ -141,6 +141,7 @@ class Captured:
             self._origin = self._devices[0]
         # A tensor that is given twice, as ids and as labels, is two: another batch may have two.
         flat = [_apart(leaf, self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        check_call(self.module, *pytree.tree_unflatten(flat, spec), who=type(self.module).__name__)
         with slow_work("tracing the model", self._why_again(modes)), self.edition.tracing(), self._in_one_place():
             if (shared := self.edition.shared(modes, flat, spec, self._origin)) is not None:
                 return shared.number, shared.questions

@@ -35,6 +35,7 @@ from gapless.model.fidelity.own_backward import OwnBackwards
 from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
 from gapless.model.fidelity.traced_forward import in_forward
 from gapless.model.fidelity.untraceable import LostError, levels_left, nothing_lost
+from gapless.model.layers import misspelt
 from gapless.stage.auxiliary import traced
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.settings import settings
@@ -175,13 +176,13 @@ def _export(
             seen.norms.mark(module)
             return module, seen
         except LostError as error:
-            raise LOST_IN_TRACE.refusal(_refusal(model, error), "", PartitionError) from error
+            raise LOST_IN_TRACE.refusal(_refusal(model, error, kwargs), "", PartitionError) from error
         except Exception as error:
             last = error
         finally:
             torch.set_rng_state(before)
     assert last is not None
-    raise PartitionError(_refusal(model, last)) from last
+    raise PartitionError(_refusal(model, last, kwargs)) from last
 
 
 @contextlib.contextmanager
@@ -234,11 +235,13 @@ def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> 
     return {(paths[module], name) for module, name in attributes if module in paths}
 
 
-def _refusal(model: nn.Module, error: Exception) -> str:
-    """The fact, the user's line and the way out."""
+def _refusal(model: nn.Module, error: Exception, names: Iterable[str]) -> str:
+    """The fact, the user's line and the way out. `names`: of the arguments that the model is given by name."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "fake tensor in the exported program constant" in message:
         message = "it uses .data of a tensor, which no trace can follow: use .detach() in its place"
+    if meant := misspelt(model, names):
+        message = f"{meant} ({message})"
     wanted = switches(model)
     change = (
         f"Set {' and '.join(wanted)} in its config" if wanted else "Check the shapes of the batch, change that line"

@@ -1,8 +1,9 @@
 """What users of torch and of other pipeline libraries try first: it works here too, or they are told what does."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -73,12 +74,20 @@ def explained(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def answered(*args: P.args, **kwargs: P.kwargs) -> R:
+        if name == "Pipeline" and len(args) > 2:  # beside the object itself and the model
+            raise ConfigError(f"Pipeline takes only the model without a name: {_positional(args[2])}")
         for word in kwargs:
             if word not in known:
                 raise ConfigError(f"{name} has no option {word}=: {_meant(word, known)}")
         return call(*args, **kwargs)
 
     return answered
+
+
+def _positional(given: object) -> str:
+    return (
+        f"write Pipeline(model, devices={given}, ...)" if isinstance(given, int) else "write the others as name=value"
+    )
 
 
 def _meant(word: str, known: list[str]) -> str:
@@ -106,6 +115,19 @@ def check_model(model: object) -> None:
             f"model is {model!r:.60}, a name, but a Pipeline takes the model itself: for one of Hugging Face's, "
             f"AutoModelForCausalLM.from_pretrained({model!r:.60})"
         )
+
+
+@contextlib.contextmanager
+def pairs_told(inputs: Any, target: Any) -> Iterator[None]:
+    """Around a call: if it fails for what a loader makes, which is often [inputs, target], the error says so."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(inputs, list) and len(inputs) == 2 and target is None:
+            error.add_note(
+                "the batch is a list of 2, without a target: give inputs and target as two arguments, (x, y)"
+            )
+        raise
 
 
 def batch_of(inputs: Any, named: Mapping[str, Any], call: str) -> Any:

@@ -153,11 +153,7 @@ class Attempts:
     def _is_slower(self, choice: Choice, least: float) -> bool:
         """Whether it is rejected since it can't be below the best so far."""
         if least >= self.step:
-            self._reject(
-                choice,
-                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
-                f"{show_seconds(self.step)}",
-            )
+            self._reject(choice, f"it takes at least {show_seconds(least)}, however it is cut and ordered")
         return least >= self.step
 
     def try_nearest(self) -> None:

@@ -147,7 +147,11 @@ def _wrap_default_generator() -> None:
     """`torch.default_generator`, whose methods can't be wrapped: that somebody asks for it is seen."""
     otherwise: Callable[[str], Any] = torch.__getattr__
 
+    deprecated: dict[str, Function] = vars(torch).get("_deprecated_attrs", {})
+
     def attribute(name: str) -> Any:
+        if name in deprecated and _caller().startswith("torch."):  # which silences warnings of its own modules alone
+            return deprecated[name]()
         if name != "default_generator":
             return otherwise(name)
         if not _caller().startswith("torch."):  # which names all that it has when it is first asked to compile

@@ -53,25 +53,31 @@ class Look:
         dark = self.theme == "dark"
         rules = (_STYLE + (_DARK if dark else "")).replace("INK", legend.INK).replace("FAMILY", self.family)
         if self.greyscale:
-            kinds = {kind for kind, _, _ in shades}
             for shade in sorted_of(shades):
-                rules += f".{shade_class(*shade)}{{fill:url(#{_hatch_of(shade[0])});stroke:#333;stroke-width:.5}}"
-            rules += "".join(f".{_hatch_of(kind)}{{fill:{_GREYS[kind][0]}}}" for kind in legend.KINDS if kind in kinds)
+                rules += f".{shade_class(*shade)}{{fill:{_GREYS[shade[0]][0]};stroke:#333;stroke-width:.5}}"
+            rules += "".join(f".{name}{{fill:url(#{name});pointer-events:none}}" for name, _ in self._hatches(shades))
             return rules + _PRINTED
         return rules + "".join(
             f".{shade_class(*shade)}{{fill:{legend.shade(*shade, dark=dark)}}}" for shade in sorted_of(shades)
         )
 
     def patterns(self, shades: set[tuple[Kind, int, int]]) -> str:
-        """What kinds are filled with, in greys."""
-        kinds = {kind for kind, _, _ in shades} if self.greyscale else set()
+        """The lines on kinds, in greys."""
         return "".join(
-            f'<pattern id="{_hatch_of(kind)}" width="6" height="6" patternUnits="userSpaceOnUse">'
-            f'<rect class="{_hatch_of(kind)}" width="6" height="6"/>'
-            f'<path class="hatch" d="{_GREYS[kind][1]}"/></pattern>'
-            for kind in legend.KINDS
-            if kind in kinds
+            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse"><path class="hatch" d="{lines}"/>'
+            "</pattern>"
+            for name, lines in self._hatches(shades)
         )
+
+    def hatch_of(self, kind: Kind) -> str:
+        """The class of the lines on a kind; nothing if it has none."""
+        return f"h{legend.KINDS.index(kind)}" if self.greyscale and _GREYS[kind][1] else ""
+
+    def _hatches(self, shades: set[tuple[Kind, int, int]]) -> list[tuple[str, str]]:
+        kinds = {kind for kind, _, _ in shades}
+        return [
+            (self.hatch_of(each), _GREYS[each][1]) for each in legend.KINDS if each in kinds and self.hatch_of(each)
+        ]
 
 
 def shade_class(kind: Kind, tint: int, step: int) -> str:
@@ -82,10 +88,6 @@ def shade_class(kind: Kind, tint: int, step: int) -> str:
 def sorted_of(shades: set[tuple[Kind, int, int]]) -> list[tuple[Kind, int, int]]:
     """In an order that is always the same."""
     return sorted(shades, key=lambda shade: shade_class(*shade))
-
-
-def _hatch_of(kind: Kind) -> str:
-    return f"h{legend.KINDS.index(kind)}"
 
 
 _RISING, _FALLING, _LINES, _BARS = "M-1 7L7 -1M-1 1L1 -1M5 7L7 5", "M-1 -1L7 7M5 -1L7 1M-1 5L1 7", "M0 3H6", "M3 0V6"

@@ -102,6 +102,8 @@ class _Drawing:
         for kind, name in entries:
             self.shades.add((kind, 0, 2))
             yield f'<rect class="{shade_class(kind, 0, 2)}" x="{x:g}" y="{y}" width="20" height="16" rx="3"/>'
+            if hatch := self.look.hatch_of(kind):
+                yield f'<path class="{hatch}" d="M{x:g} {y}h20v16h-20z"/>'
             if kind not in TRANSFERS:
                 yield f'<text class="label" x="{x + 10:g}" y="{y + 12}">{kind.value}</text>'
             if fits:
@@ -145,22 +147,36 @@ class _Drawing:
         if spans and not inset:
             yield self._rect("inner", spans[0][1], spans[-1][2], y)
         tint_of = dict(zip(timeline.stages[row], tints, strict=True))
+        labels: list[str] = []
+        hatched: dict[str, str] = {}  # one path for all actions of a kind: to a browser's PDF each pattern is an image
         for action, start, end in spans:
             shade = (action.kind, tint_of.get(action.stage, 0), action.microbatch % legend.NUM_STEPS)
             self.shades.add(shade)
             words = f"{legend.describe(action)}, {figure(start)} to {figure(end)}" if self.titled else ""
             yield self._rect(shade_class(*shade), start, end, y, words)
+            if hatch := self.look.hatch_of(action.kind):
+                x, width = self._extent(start, end)
+                hatched[hatch] = hatched.get(hatch, "") + f"M{x:.2f} {y:g}h{width:.2f}v{_BAR}h-{width:.2f}z"
             label = str(action.microbatch)
             if self.look.labels and self.x(end) - self.x(start) >= len(label) * _DIGIT + 3:
                 x = (self.x(start) + self.x(end)) / 2
-                halo = " halo" if self.look.greyscale else ""
-                yield f'<text class="label{halo}" x="{x:.2f}" y="{y + 15:g}">{label}</text>'
+                text = f'x="{x:.2f}" y="{y + 15:g}">{label}</text>'
+                if self.look.greyscale:
+                    labels.append(f'<text class="label halo" {text}')  # above the hatches
+                else:
+                    yield f'<text class="label" {text}'
+        yield from (f'<path class="{hatch}" d="{places}"/>' for hatch, places in hatched.items())
+        yield from labels
+
+    def _extent(self, start: float, end: float, gap: int = 1) -> tuple[float, float]:
+        """Where a bar begins, and how wide it is."""
+        width = self.x(end) - self.x(start)
+        return self.x(start), max(0.5, width - gap if width > 4 else width)
 
     def _rect(self, name: str, start: float, end: float, y: float, words: str = "") -> str:
-        x, width = self.x(start), self.x(end) - self.x(start)
-        gap = 1 if width > 4 and name not in ("inner", "outer") else 0
-        shape = f'<rect class="{name}" x="{x:.2f}" y="{y:g}" width="{max(0.5, width - gap):.2f}" height="{_BAR}"'
-        rounded = ' rx="2"' if width > 6 else ""
+        x, width = self._extent(start, end, gap=0 if name in ("inner", "outer") else 1)
+        shape = f'<rect class="{name}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BAR}"'
+        rounded = ' rx="2"' if self.x(end) - self.x(start) > 6 else ""
         return f"{shape}{rounded}><title>{words}</title></rect>" if words else f"{shape}{rounded}/>"
 
 

@@ -364,6 +364,23 @@ def test_a_program_that_ends_between_two_steps_is_named_with_its_reason(server: 
         assert "rank 1 has closed its pipeline after ValueError: a sample that nobody can read" in crew.said(0)
 
 
+def saves_on_one_rank() -> None:
+    pipe = pipeline()
+    pipe.step(X, Y)
+    if dist.get_rank() == 0:
+        pipe.save("nowhere", None)
+
+
+def test_a_rank_that_alone_makes_a_call_is_told_that_all_must(server: Server, tmp_path: Path) -> None:
+    with server.crew(saves_on_one_rank, 2, folder=tmp_path) as crew:
+        assert crew.ended() == {0: 1, 1: 0}, crew.everything()
+        assert re.search(
+            "rank 0 .* was saving a checkpoint.* rank 1 has closed its pipeline: all ranks make the same calls, .*: al"
+            r"so save, .* `if rank == 0:`",
+            crew.said(0),
+        )
+
+
 def leaves_early() -> None:
     """A rank that has done its last step may go, whatever the others still do; rank 0 holds the store."""
     pipe = pipeline(schedule="zb-h1")

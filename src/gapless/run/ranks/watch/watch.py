@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from gapless.errors import ConfigError, TransportError, noted_place
+from gapless.guards.between_ranks import SAME_CALLS
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.leaving import Departure
@@ -273,7 +274,7 @@ class Watch:
                 text = f"rank {neighbour.rank} is silent: rank {self.me} has heard nothing for {self.timeout:g} s"
                 self.tell(News("silent", neighbour.rank, text + self._last(neighbour)))
         if self.whereabouts.call and now - self._active > self.timeout:
-            text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
+            text = SAME_CALLS.message(f"no rank has computed anything for {self.timeout:g} s")
             self.tell(News("stuck", None, text))
         late = now - max(self._since, self._closes) > _GRACE
         if self.news is not None and late and (self.whereabouts.call or self._closes):
@@ -284,8 +285,9 @@ class Watch:
         """From now on nobody wonders where this rank is. After a failure it ends within the grace period."""
         self._closes = time.monotonic()
         error = getattr(sys, "last_value", None)
-        ended = f" after {in_short(error)}" if error is not None else ""
-        self._ring.say({"bye": f"closed its {self.of}{ended}"})
+        closed = f"closed its {self.of}"
+        why = SAME_CALLS.message(closed) if error is None else f"{closed} after {in_short(error)}"
+        self._ring.say({"bye": why})
 
     def close(self) -> None:
         self._closing.set()
