@@ -132,6 +132,7 @@ class HeldModel:
         max_norm: float | None = None,
         scheduler: Any = None,
         skip_nonfinite: bool = True,
+        scaler: Any = None,
     ) -> OverlappedTraining:
         """Trains with an optimizer step that does not wait: a device that has its gradients steps its own weights and
         goes on with the next minibatch. The numbers are those of `step`, `clip_grad_norm_` and `optimizer.step()`.
@@ -140,11 +141,13 @@ class HeldModel:
         max_norm        clip the norm of all gradients to this
         scheduler       its learning-rate scheduler, stepped after each update
         skip_nonfinite  if the loss or the norm is not finite: no update, and the scheduler does not step
+        scaler          a torch.amp.GradScaler: scales the losses and unscales gradients before they are clipped. It is
+                        updated with each step; if gradients overflow, neither the optimizer nor the scheduler steps
         """
         self._settle()
         if self._training is not None:
             self._training.close()
-        asked = Asked(max_norm, scheduler, skip_nonfinite)
+        asked = Asked(max_norm, scheduler, skip_nonfinite, scaler)
         self._training = OverlappedTraining(self, self._world, self._staged, self._options, optimizer, asked)
         return self._training
 
