@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -181,8 +182,7 @@ class HeldModel:
         parts that other replicas have of it.
         """
         self._options.schedules.check_steps()
-        self._settle()
-        return shares_of(self._world, self._staged, batches)
+        return shares_of(self._world, self._staged, batches, partial(self._beside, batches))
 
     def memory(self, optimizer: Any = None) -> HeldMemory:
         """What holds the memory of the devices, by stages of this process, in bytes: print it for a table. With the
@@ -231,6 +231,13 @@ class HeldModel:
         self._settle()
         if not self._world.busy:
             self._staged.follow()
+
+    def _beside(self, batches: Sequence[tuple[Any, Any]]) -> AbstractContextManager[object]:
+        """A call while steps are under way, if it can be."""
+        beside = None if self._training is None else self._training._beside(batches)
+        if beside is None:
+            self._settle()
+        return beside or self._world.call("sharing out an update")
 
     def _settle(self) -> None:
         """Steps that are under way come to their end first."""

@@ -6,24 +6,23 @@ for x, y in loader:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import ConfigError
 from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.checks import check_step, scaled
 from gapless.pipeline.arguments.habits import batch_of
 from gapless.pipeline.arguments.training_arguments import Asked, check_parameters, check_training
 from gapless.pipeline.options import Options
-from gapless.pipeline.result import Result
+from gapless.pipeline.result import PendingResult, Result
 from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
-from gapless.run.channels import StoppedError
 from gapless.run.one_process import OneProcess
 from gapless.run.overlap.loss_scale import LateScaler
 from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, Setting, check_parts, groups_now, merge_groups
@@ -39,70 +38,6 @@ from gapless.stage.settings import settings
 
 if TYPE_CHECKING:
     from gapless.run.overlap.rank_steps import RankSteps
-
-
-class PendingResult:
-    """A `Result` of a step that may be under way: reading its `loss` waits until that is computed. `norm`, the norm of
-    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
-    first. `rate` is the learning rate of its update, that of the optimizer's first group.
-    """
-
-    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:
-        self._compute, self._settle, self.rate = compute, settle, rate
-        self._verdict: Verdict | None = None
-        self._timeline: Timeline | None = None
-
-    @cached_property
-    def result(self) -> Result:
-        """All of it."""
-        try:
-            return self._compute()
-        except StoppedError:
-            self._settle()  # which raises why, unless that was done before
-            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
-
-    @property
-    def loss(self) -> Tensor | None:
-        return self.result.loss
-
-    @property
-    def norm(self) -> Tensor | None:
-        return self._judged().total
-
-    @property
-    def skipped(self) -> bool:
-        return self._judged().skips
-
-    @property
-    def timeline(self) -> Timeline | None:
-        self._judged()
-        return self._timeline or self.result.timeline
-
-    @property
-    def is_settled(self) -> bool:
-        return self._verdict is not None
-
-    def judge(self, verdict: Verdict | None, timeline: Timeline | None) -> None:
-        """The step is settled, and what it has computed is about to be let go of."""
-        self.result  # noqa: B018
-        self._verdict, self._timeline, self._compute = verdict or Verdict(), timeline, _gone
-
-    def _judged(self) -> Verdict:
-        if self._verdict is None:
-            self._settle()
-        return self._verdict or Verdict()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.result, name)
-
-    def __repr__(self) -> str:
-        return repr(self.result) if "result" in self.__dict__ else "Result(under way)"
-
-
-def _gone() -> Result:
-    raise AssertionError("computed before")
 
 
 class Given(NamedTuple):
@@ -219,6 +154,11 @@ class OverlappedTraining:
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _beside(self, batches: Sequence[tuple[Any, Any]]) -> AbstractContextManager[object] | None:
+        """A call while steps are under way; None if there are none, or these batches bring something new."""
+        goes_on = self._under_way and all(self._pipe._goes_on(*each, cut=True) for each in batches)
+        return self._steps.call() if goes_on else None
 
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""

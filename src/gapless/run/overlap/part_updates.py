@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gapless.guards.held_state import RESTARTED_FORWARDS
 from gapless.run.overlap.optimizer_part import OptimizerPart, Setting
-from gapless.run.overlap.verdict import Check, Told, Verdict
+from gapless.run.overlap.verdict import Check, Findings, Verdict
 from gapless.run.program import Program
 from gapless.run.streams.buffer_rollback import BufferRollback
 from gapless.schedule.timeline import Timeline
@@ -26,7 +26,7 @@ class Court(Protocol):
 
     check: Check
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], told: Told) -> None:
+    def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
         """This device's gradients. Does not wait."""
 
     def verdict(self, step: int) -> Verdict:
@@ -72,7 +72,7 @@ class PartUpdates:
         self.part.begin(setting.groups)
         overflowed = setting.scale is not None and self.part.unscale(setting.scale)
         norms = self.part.norms() if self.court.check else {}
-        self.court.tell(step, norms, Told(any(stage.holds_state for stage in self.stages), self._lost, overflowed))
+        self.court.tell(step, norms, Findings(any(stage.holds_state for stage in self.stages), self._lost, overflowed))
         self._lost = False
         self.due = step
         if self._alone:

@@ -15,7 +15,7 @@ from gapless.errors import ConfigError
 from gapless.run.clip import as_rows, from_rows
 from gapless.run.overlap.optimizer_part import Setting
 from gapless.run.overlap.part_updates import Court, PartUpdates, Settled
-from gapless.run.overlap.verdict import Check, Told, Verdict
+from gapless.run.overlap.verdict import Check, Findings, Verdict
 from gapless.run.program import Program
 from gapless.run.ranks.many_processes import ManyProcesses
 from gapless.run.world import Ran, World
@@ -28,7 +28,7 @@ class RankCourt:
         self.check, self._world, self._parameters = check, world, parameters
         self._told: tuple[Tensor, Any] | None = None
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], told: Told) -> None:
+    def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
         found = as_rows(norms, self._parameters + len(told))
         found[0, self._parameters :] = torch.tensor(told)
         group = self._world.groups.pp
@@ -40,7 +40,7 @@ class RankCourt:
         if work is not None:
             self._world.links.await_all(work)
         norms = from_rows(found[:, : self._parameters], self._world.position.torch_device)
-        return self.check.verdict(norms, Told(*map(bool, found[0, self._parameters :])))
+        return self.check.verdict(norms, Findings(*map(bool, found[0, self._parameters :])))
 
 
 class RankSteps:

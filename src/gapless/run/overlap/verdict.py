@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
         return self.factor is None and not self.skips
 
 
-class Told(NamedTuple):
+class Findings(NamedTuple):
     """What devices tell beside norms: of all, whether any has it."""
 
     alone: bool  # some stage can't run forwards twice
@@ -50,7 +50,7 @@ class Check:
     def __bool__(self) -> bool:
         return self.max_norm is not None or self.skip_nonfinite
 
-    def verdict(self, norms: list[Tensor], told: "Told") -> Verdict:
+    def verdict(self, norms: list[Tensor], told: "Findings") -> Verdict:
         """From the norms of all parameters, in their order."""
         alone, lost, overflowed = told
         total = total_of([norm.to(norms[0].device) for norm in norms]) if self and norms else None
