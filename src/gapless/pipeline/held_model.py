@@ -189,7 +189,7 @@ class HeldModel:
         optimizer its state counts too.
         """
         self._check_made()
-        return held_memory(self._staged.stages, optimizer)
+        return held_memory(self._staged.stages, optimizer, {} if self._training is None else self._training._copies())
 
     @property
     def compile_seconds(self) -> float:

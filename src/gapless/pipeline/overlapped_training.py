@@ -160,6 +160,10 @@ class OverlappedTraining:
         goes_on = self._under_way and all(self._pipe._goes_on(*each, cut=True) for each in batches)
         return self._steps.call() if goes_on else None
 
+    def _copies(self) -> dict[Parameter, int]:
+        """Bytes that are kept of each, to undo a step."""
+        return {each: size for device in self._steps.devices for each, size in device.part.copies().items()}
+
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""
         self.settle()

@@ -121,6 +121,11 @@ class OptimizerPart:
         """The last step can't be undone any more."""
         self._before, self._stepped = [], False
 
+    def copies(self) -> dict[Parameter, int]:
+        """Bytes that are kept of each, to undo the last step."""
+        tensors = {each: (value, *(state or {}).values()) for each, value, state in self._before}
+        return {each: sum(getattr(part, "nbytes", 0) for part in kept) for each, kept in tensors.items()}
+
     def drop_gradients(self) -> None:
         """Those in `.grad`."""
         for each in self._mine:
