@@ -22,7 +22,7 @@ _SECTIONS = {
         "gapless.Pipeline",
         "gapless.Result",
         "gapless.pipeline.overlapped_training.OverlappedTraining",
-        "gapless.pipeline.overlapped_training.PendingResult",
+        "gapless.pipeline.result.PendingResult",
         "gapless.plain_step",
         "gapless.aux_loss",
         "gapless.seed_of",

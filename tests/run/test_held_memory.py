@@ -1,5 +1,6 @@
 """What holds the memory of a pipeline: sums that a user would write."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -32,7 +33,24 @@ def test_weights_gradients_and_optimizer_add_up(schedule: str) -> None:
     assert sum(each.gradients for each in found.stages) == bytes_of(parameters)
     assert sum(each.optimizer for each in found.stages) == bytes_of([each for one in states for each in one.values()])
     assert not found.gpus
-    assert " ".join(repr(found).split()[:7]) == "stage device weights gradients optimizer casts graphs"
+    assert " ".join(repr(found).split()[:8]) == "stage device weights gradients optimizer copies casts graphs"
+
+
+def test_copies_are_held_until_a_step_is_settled() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(8, 6)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
+        training = pipe.training(optimizer)
+        for _ in range(3):
+            training.step(x, x)
+        wanted = bytes_of([*model.parameters(), *(each for one in optimizer.state.values() for each in one.values())])
+        end = time.monotonic() + 60
+        while (held := sum(each.copies for each in pipe.memory().stages)) != wanted and time.monotonic() < end:
+            time.sleep(0.01)
+        assert held == wanted
+        training.settle()
+        assert sum(each.copies for each in pipe.memory().stages) == 0
 
 
 @pytest.mark.gpu

@@ -92,6 +92,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=OFFLOAD,
         help="use host memory for activations (the default), where that helps, for the optimizer's state, or for both",
     )
+    searched.add_argument(
+        "--overlap", action="store_true", help="count the copies of an optimizer step that does not wait"
+    )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
     asked.add_values(

@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -134,6 +135,7 @@ class HeldModel:
         max_norm: float | None = None,
         scheduler: Any = None,
         skip_nonfinite: bool = True,
+        scaler: Any = None,
     ) -> OverlappedTraining:
         """Trains with an optimizer step that does not wait: a device that has its gradients updates its own weights and
         starts the next minibatch. Results are bit-identical to `step`, `clip_grad_norm_` and `optimizer.step()`.
@@ -142,11 +144,13 @@ class HeldModel:
         max_norm        clip the norm of all gradients to this
         scheduler       its learning-rate scheduler, stepped after each update
         skip_nonfinite  if the loss or the norm is not finite: no update, and the scheduler does not step
+        scaler          a torch.amp.GradScaler: scales the losses and unscales gradients before they are clipped. It is
+                        updated with each step; if gradients overflow, neither the optimizer nor the scheduler steps
         """
         self._settle()
         if self._training is not None:
             self._training.close()
-        asked = Asked(max_norm, scheduler, skip_nonfinite)
+        asked = Asked(max_norm, scheduler, skip_nonfinite, scaler)
         self._training = OverlappedTraining(self, self._world, self._staged, self._options, optimizer, asked)
         return self._training
 
@@ -180,15 +184,14 @@ class HeldModel:
         all replicas.
         """
         self._options.schedules.check_steps()
-        self._settle()
-        return shares_of(self._world, self._staged, batches)
+        return shares_of(self._world, self._staged, batches, partial(self._beside, batches))
 
     def memory(self, optimizer: Any = None) -> HeldMemory:
         """The memory of the devices in bytes, by stages of this process; print it for a table. Pass the optimizer to
         include its state.
         """
         self._check_made()
-        return held_memory(self._staged.stages, optimizer)
+        return held_memory(self._staged.stages, optimizer, {} if self._training is None else self._training._copies())
 
     @property
     def compile_seconds(self) -> float:
@@ -230,6 +233,13 @@ class HeldModel:
         self._settle()
         if not self._world.busy:
             self._staged.follow()
+
+    def _beside(self, batches: Sequence[tuple[Any, Any]]) -> AbstractContextManager[object]:
+        """A call while steps are under way, if it can be."""
+        beside = None if self._training is None else self._training._beside(batches)
+        if beside is None:
+            self._settle()
+        return beside or self._world.call("sharing out an update")
 
     def _settle(self) -> None:
         """Steps that are under way come to their end first."""

@@ -6,26 +6,26 @@ for x, y in loader:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import ConfigError
 from gapless.model.uses import own_parameters
-from gapless.pipeline.arguments.checks import check_step
+from gapless.pipeline.arguments.checks import check_step, scaled
 from gapless.pipeline.arguments.habits import batch_of
 from gapless.pipeline.arguments.training_arguments import Asked, check_parameters, check_training
 from gapless.pipeline.options import Options
-from gapless.pipeline.result import Result
+from gapless.pipeline.result import PendingResult, Result
 from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
-from gapless.run.channels import StoppedError
 from gapless.run.one_process import OneProcess
-from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, check_parts, groups_now, merge_groups
+from gapless.run.overlap.loss_scale import LateScaler
+from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, Setting, check_parts, groups_now, merge_groups
 from gapless.run.overlap.part_updates import Court, PartUpdates
 from gapless.run.overlap.thread_steps import ThreadSteps
 from gapless.run.overlap.verdict import Check, Verdict
@@ -38,70 +38,6 @@ from gapless.stage.settings import settings
 
 if TYPE_CHECKING:
     from gapless.run.overlap.rank_steps import RankSteps
-
-
-class PendingResult:
-    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. `norm`, the norm of
-    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
-    first. `rate` is the learning rate of its update, that of the optimizer's first group.
-    """
-
-    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:
-        self._compute, self._settle, self.rate = compute, settle, rate
-        self._verdict: Verdict | None = None
-        self._timeline: Timeline | None = None
-
-    @cached_property
-    def result(self) -> Result:
-        """All of it."""
-        try:
-            return self._compute()
-        except StoppedError:
-            self._settle()  # which raises why, unless that was done before
-            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
-
-    @property
-    def loss(self) -> Tensor | None:
-        return self.result.loss
-
-    @property
-    def norm(self) -> Tensor | None:
-        return self._judged().total
-
-    @property
-    def skipped(self) -> bool:
-        return self._judged().skips
-
-    @property
-    def timeline(self) -> Timeline | None:
-        self._judged()
-        return self._timeline or self.result.timeline
-
-    @property
-    def is_settled(self) -> bool:
-        return self._verdict is not None
-
-    def judge(self, verdict: Verdict | None, timeline: Timeline | None) -> None:
-        """Settles the step before its tensors are freed."""
-        self.result  # noqa: B018
-        self._verdict, self._timeline, self._compute = verdict or Verdict(), timeline, _gone
-
-    def _judged(self) -> Verdict:
-        if self._verdict is None:
-            self._settle()
-        return self._verdict or Verdict()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.result, name)
-
-    def __repr__(self) -> str:
-        return repr(self.result) if "result" in self.__dict__ else "Result(under way)"
-
-
-def _gone() -> Result:
-    raise AssertionError("computed before")
 
 
 class Given(NamedTuple):
@@ -136,9 +72,10 @@ class OverlappedTraining:
         check_training(optimizer, asked)
         self._pipe, self._world, self._staged, self._loss = pipe, world, staged, options.loss
         self._optimizer, self._scheduler = optimizer, asked.scheduler
+        self._scaler = LateScaler(asked.scaler) if asked.scaler is not None and asked.scaler.is_enabled() else None
         self._steps = self._made(Check(asked.max_norm, asked.skip_nonfinite))
         self._stages: Any = None  # for which parts were made
-        self._under_way: dict[int, tuple[PendingResult, Groups]] = {}
+        self._under_way: dict[int, tuple[PendingResult, Groups, bool]] = {}  # and whether they update
         self._settings: tuple[Any, ...] = ()
         self._groups: Groups = ()  # of the last update
         # Torch's own take each parameter by itself.
@@ -173,21 +110,26 @@ class OverlappedTraining:
         gradients to those of the next one, and updates nothing.
         """
         if "scaler" in batch:
-            raise ConfigError("training has no scaler=: use bfloat16, which needs none, or pipe.step(..., scaler=)")
+            raise ConfigError("a step of training takes no scaler=: give it to pipe.training")
         inputs = batch_of(inputs, batch, "step")
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps
         try:
             if steps.is_running and (settings() != self._settings or not pipe._goes_on(inputs, target, cut)):
                 steps.settle()
+            under_way = any(updates for _, _, updates in self._under_way.values())
+            scale, other = (None, None) if self._scaler is None else self._scaler.ahead(updates=under_way)
             self._settings, known = settings(), self._stages is not None
             with steps.call():
-                given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, turn=1 + number % 2)
+                given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, scale, turn=1 + number % 2)
+                if other is not None:
+                    again = scaled(given.weights, other, self._staged.last_device)
+                    given.program.batch.weights_after_overflow = again
                 self._adopt()
-                ran = steps.run(number, given.program, given.weights, self._take_groups, updates=sync)
+                ran = steps.run(number, given.program, given.weights, self._take_setting, updates=sync)
             rate = self._groups[0].get("lr") if self._groups else None
             pending = PendingResult(lambda: given.result(ran()), self.settle, rate)
-            self._under_way[number] = pending, self._groups
+            self._under_way[number] = pending, self._groups, sync
             pipe.steps = number + 1
             # In the first step layers tell what they draw; what draws from torch's own generators runs while nobody
             # else does. Casts that autocast keeps are of weights as they were.
@@ -213,6 +155,15 @@ class OverlappedTraining:
             self._give_up(error)
             raise
 
+    def _beside(self, batches: Sequence[tuple[Any, Any]]) -> AbstractContextManager[object] | None:
+        """A call while steps are under way; None if there are none, or these batches bring something new."""
+        goes_on = self._under_way and all(self._pipe._goes_on(*each, cut=True) for each in batches)
+        return self._steps.call() if goes_on else None
+
+    def _copies(self) -> dict[Parameter, int]:
+        """Bytes that are kept of each, to undo a step."""
+        return {each: size for device in self._steps.devices for each, size in device.part.copies().items()}
+
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""
         self.settle()
@@ -226,9 +177,9 @@ class OverlappedTraining:
         if kind is None:
             self.close()
 
-    def _take_groups(self) -> Groups:
+    def _take_setting(self) -> Setting:
         self._groups = groups_now(self._optimizer)
-        return self._groups
+        return Setting(self._groups, None if self._scaler is None else self._scaler.now.value)
 
     def _adopt(self) -> None:
         """Takes stages over that are new."""
@@ -236,7 +187,7 @@ class OverlappedTraining:
         if self._stages is staged.stages:
             return
         parameters = [*staged.module.parameters(), *own_parameters(self._loss, staged.module)]
-        check_parameters(self._optimizer, parameters, self._world)
+        check_parameters(self._optimizer, parameters, self._world, scaled=self._scaler is not None)
         mine, counted = self._world.share_of(parameters)
         self._steps.adopt(partial(self._parts, parameters, mine, counted), staged.placement.homes, len(parameters))
         self._stages = staged.stages
@@ -260,7 +211,7 @@ class OverlappedTraining:
         return made
 
     def _settled(self, number: int, verdict: Verdict | None, timeline: Timeline | None) -> None:
-        pending, groups = self._under_way[number]
+        pending, groups, _ = self._under_way[number]
         pending.judge(verdict, timeline)
         if verdict is not None:
             parts = [each.part for each in self._steps.devices]
@@ -269,6 +220,8 @@ class OverlappedTraining:
                 check_parts(self._optimizer, parts, groups)
                 for each in self._steps.devices:
                     each.keeps_gradients = self._untried = False
+        if verdict is not None and self._scaler is not None:
+            self._scaler.settle(overflowed=verdict.overflowed)
         if verdict is not None and not verdict.skips and self._scheduler is not None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step says to schedulers
             self._scheduler.step()

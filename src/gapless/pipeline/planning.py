@@ -55,6 +55,7 @@ def make_plan(
     offload: Offload = "none",
     host_bandwidth: float | str | None = None,
     host_memory: int | str | None = None,
+    overlap: bool = False,
     time_limit: float = 60.0,
     timeout: float = 600.0,
     progress: Progress | None = None,
@@ -68,8 +69,7 @@ def make_plan(
     mesh          instead of `devices`, under torchrun: every rank calls this and gets the same plan. The first rank
                   measures the layers. `plan.caution` says what it could not measure
     loss          loss(outputs, target), as `Pipeline` takes it
-    memory        of each device: bytes, a string such as "24GiB", or a list with one per device. The default is the
-                  memory of a GPU, and no limit on the CPU
+    memory        bytes of each device, or such as "24GiB", or a list. By default a GPU's, and no limit on the CPU
     microbatches  plan for this number only; by default several are tried
     schedules     try these only; by default all that have a flush
     layers        for a module that can't be traced: callables that together are the model
@@ -82,20 +82,20 @@ def make_plan(
     seconds       about how long to measure, up to three times
     flops         what a device computes in a second, such as 4e14: nothing is run, times are FLOPs at this speed, and
                   sizes are those of tensors without data. The model may be on the meta device
-    offload       what may be in host memory: "activations" where that helps, the state of the "optimizer" (train with
-                  `gapless.offload_optimizer` then), or "both"
+    offload       what may be in host memory: "activations", the "optimizer" (`gapless.offload_optimizer`) or "both"
     host_bandwidth  of the link between a device and its host, such as "25GB/s"; by default it is measured
-    host_memory   what each device may use there, such as "64GiB"; no limit by default
+    host_memory   what each device may have there, such as "64GiB"; by default there is no limit
+    overlap       train with `Pipeline.training`, which keeps a copy of parameters and optimizer state
     time_limit    seconds to search, each time
     timeout       under a mesh: seconds without a heartbeat or progress of a rank before all ranks give up
     progress      called with a line of text now and then
     """
     check_where(devices, mesh)
-    model, _ = uncompiled(model)
     wanted = SearchOptions(microbatches, schedules, replicas, slack=slack, time_limit=time_limit, offload=offload)
+    wanted = replace(wanted, overlap=overlap)
     make = partial(
         planned,
-        model,
+        uncompiled(model)[0],
         example,
         target,
         loss=loss,

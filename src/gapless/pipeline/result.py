@@ -1,12 +1,15 @@
 """What a step leaves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from gapless.errors import GaplessError
+from gapless.errors import GaplessError, TransportError
+from gapless.run.channels import StoppedError
+from gapless.run.overlap.verdict import Verdict
 from gapless.schedule.timeline import Timeline
 from gapless.stage.batch.plain import sum_in_order
 
@@ -56,3 +59,67 @@ def _told(*_: Any, **__: Any) -> None:
         "there is nothing to go back through: step has computed the gradients already, and evaluate computes none; "
         "leave out loss.backward()"
     )
+
+
+class PendingResult:
+    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. `norm`, the norm of
+    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
+    first. `rate` is the learning rate of its update, that of the optimizer's first group.
+    """
+
+    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:
+        self._compute, self._settle, self.rate = compute, settle, rate
+        self._verdict: Verdict | None = None
+        self._timeline: Timeline | None = None
+
+    @cached_property
+    def result(self) -> Result:
+        """All of it."""
+        try:
+            return self._compute()
+        except StoppedError:
+            self._settle()  # which raises why, unless that was done before
+            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
+
+    @property
+    def loss(self) -> Tensor | None:
+        return self.result.loss
+
+    @property
+    def norm(self) -> Tensor | None:
+        return self._judged().total
+
+    @property
+    def skipped(self) -> bool:
+        return self._judged().skips
+
+    @property
+    def timeline(self) -> Timeline | None:
+        self._judged()
+        return self._timeline or self.result.timeline
+
+    @property
+    def is_settled(self) -> bool:
+        return self._verdict is not None
+
+    def judge(self, verdict: Verdict | None, timeline: Timeline | None) -> None:
+        """Settles the step before its tensors are freed."""
+        self.result  # noqa: B018
+        self._verdict, self._timeline, self._compute = verdict or Verdict(), timeline, _gone
+
+    def _judged(self) -> Verdict:
+        if self._verdict is None:
+            self._settle()
+        return self._verdict or Verdict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __repr__(self) -> str:
+        return repr(self.result) if "result" in self.__dict__ else "Result(under way)"
+
+
+def _gone() -> Result:
+    raise AssertionError("computed before")

@@ -4,7 +4,8 @@ The mean of all is the sum of their means, each times its share of what the mean
 among themselves, and a loss may leave out more targets of one than of another; so the shares are those of the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any
 
@@ -15,15 +16,22 @@ from gapless.stage.batch.loss_counts import Weighed
 from gapless.stage.batch.minibatch import apart
 
 
-def shares_of(world: World, staged: StagedModel, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
-    """Exact, so that a microbatch has the weight that the plain loop over all of them gives it."""
+def shares_of(
+    world: World,
+    staged: StagedModel,
+    batches: Sequence[tuple[Any, Any]],
+    call: Callable[[], AbstractContextManager[object]],
+) -> list[float | Fraction]:
+    """Exact, so that a microbatch has the weight that the plain loop over all of them gives it. `call` is around what
+    all ranks do together.
+    """
     pairs = isinstance(batches, Sequence) and all(isinstance(each, tuple | list) and len(each) == 2 for each in batches)
     if not pairs or not batches:
         raise ConfigError(
             "shares takes the minibatches of an update as a list of (inputs, target), of one at least; the target is "
             "None where the model has a loss of its own"
         )
-    with world.call("sharing out an update"):
+    with call():
         staged.follow()
         found = [_weighed(staged, inputs, target) for inputs, target in batches]
         rows = world.of_replicas([number for each in found for number in (each.kept, sum(each.numbers))])

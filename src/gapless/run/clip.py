@@ -93,7 +93,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """By the kernels that torch's own function takes; of a sharded one, the whole."""
     found = {number: unsharded(torch.linalg.vector_norm(each, norm_type)) for number, each in _sharded(grads)}
     plain = [number for number in range(len(grads)) if number not in found]
-    for [each], places in _grouped([grads[number] for number in plain]):
+    for [each], places in grouped([grads[number] for number in plain]):
         norms = torch._foreach_norm(each, norm_type)
         found |= {plain[place]: norm for place, norm in zip(places, norms, strict=True)}
     return [found[number] for number in range(len(grads))]
@@ -103,7 +103,7 @@ def _sharded(grads: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     return [(number, grad) for number, grad in enumerate(grads) if hasattr(grad, "full_tensor")]
 
 
-def _grouped(tensors: list[Tensor]) -> Any:
+def grouped(tensors: list[Tensor]) -> Any:
     """Those of one device and dtype after another, in torch's order of these, and where they were."""
     return _group_tensors_by_device_and_dtype([tensors], with_indices=True).values() if tensors else ()  # type: ignore[list-item]
 
@@ -116,7 +116,7 @@ def _scale(grads: Sequence[Tensor], norms: list[Tensor], max_norm: float, norm_t
 
 def total_of(norms: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients, from those of each."""
-    ordered = [norm for [group], _ in _grouped(norms) for norm in group]
+    ordered = [norm for [group], _ in grouped(norms) for norm in group]
     total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     return total
 

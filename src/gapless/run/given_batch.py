@@ -15,6 +15,7 @@ class Batch:
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
     weights: Sequence[float | Tensor] = ()
+    weights_after_overflow: Sequence[float | Tensor] = ()  # if the update before, whose verdict is to come, has one
     want_outputs: bool = False
     outputs: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)

@@ -22,6 +22,7 @@ class StageMemory:
     weights    parameters and buffers
     gradients  in `.grad`
     optimizer  state of the optimizer for these parameters, on the same device
+    copies     of both, while a step of `Pipeline.training` is under way
     casts      of the weights, for CUDA graphs under autocast
     graphs     what CUDA graphs have reserved
     """
@@ -31,6 +32,7 @@ class StageMemory:
     weights: int
     gradients: int
     optimizer: int
+    copies: int
     casts: int
     graphs: int
 
@@ -53,8 +55,8 @@ class HeldMemory:
         return "\n".join(lines)
 
 
-def held_memory(stages: Mapping[int, Stage], optimizer: Any) -> HeldMemory:
-    """Of these stages; the optimizer is None, or has their parameters among others."""
+def held_memory(stages: Mapping[int, Stage], optimizer: Any, copies: Mapping[Any, int]) -> HeldMemory:
+    """Of these stages; the optimizer is None, or has their parameters among others. `copies`: bytes by parameter."""
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     found, gpus = [], {}
     for number, stage in sorted(stages.items()):
@@ -70,6 +72,7 @@ def held_memory(stages: Mapping[int, Stage], optimizer: Any) -> HeldMemory:
                 _bytes((*parameters, *buffers)),
                 _bytes(each.grad for each in parameters if each.grad is not None),
                 _bytes(each for each in states if isinstance(each, Tensor) and each.device == device),
+                sum(copies.get(each, 0) for each in parameters),
                 0 if graphed is None else _bytes(graphed.likenesses.casts.places()),
                 0 if graphed is None else graphed.reserved(),
             )

@@ -273,7 +273,7 @@ class Program:
 
     def clear(self) -> None:
         """Nothing of the last step is left, whether it ended well or not."""
-        self.batch.inputs = self.batch.targets = self.batch.weights = ()
+        self.batch.inputs = self.batch.targets = self.batch.weights = self.batch.weights_after_overflow = ()
         self.batch.outputs, self.batch.losses = [], []
         for marks in self.marks:
             marks.clear()

@@ -94,6 +94,7 @@ class Job:
                 schedules=wanted.schedules,
                 optimizer=self.optimizer,
                 offload=wanted.offload,
+                overlap=wanted.overlap,
                 seconds=seconds,
                 progress=progress,
                 timeout=self.config.pipeline.timeout,
@@ -101,6 +102,7 @@ class Job:
 
     def _wanted(self, wanted: SearchOptions) -> SearchOptions:
         layout = self.config.pipeline
+        wanted = replace(wanted, overlap=wanted.overlap or layout.overlap is True)
         if layout.plan == "auto":
             wanted = replace(
                 wanted,

@@ -66,6 +66,14 @@ def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UN
     return searched(profile, devices, memory=None if memory is None else int(memory * MIB), **options)
 
 
+def test_an_optimizer_step_that_does_not_wait_holds_parameters_and_state_twice() -> None:
+    plain, doubled = (plan_of(schedules=("1f1b",), replicas=False, overlap=overlap).best for overlap in (False, True))
+    for one, other in zip(plain.memory, doubled.memory, strict=True):
+        assert other.total - one.total == one.parameters + one.optimizer_state
+    with pytest.raises(ConfigError, match="a step on state in host memory can't be undone"):
+        SearchOptions(offload="both", overlap=True)
+
+
 @pytest.mark.parametrize("memory", [None, 140, pytest.param(90, marks=pytest.mark.slow), 75])
 def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> None:
     found = plan_of(memory)

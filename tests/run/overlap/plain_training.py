@@ -5,6 +5,7 @@ optimizer step does not wait.
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ class Run:
     large: tuple[int, ...] = ()  # steps whose gradients are large
     read: tuple[int, ...] = ()  # steps after which something is read
     parts: int = 1  # of an update, each a step of its own
+    scale: float | None = None  # of a GradScaler at first: so large that gradients overflow now and then
+    half: bool = False  # float16 autocast
 
     @classmethod
     def random(cls, seed: int, steps: int, **fixed: Any) -> "Run":
@@ -84,6 +87,7 @@ class Run:
             "large": some(draw.choice([0.0, 0.1, 0.4])),
             "read": some(0.1),
             "parts": draw.choice([1, 1, 2]),
+            "scale": draw.choice([None, None, 2.0**119]),
         }
         return cls(seed, **{**chosen, **fixed})
 
@@ -111,6 +115,12 @@ class Run:
         made = OPTIMIZERS[self.optimizer](parameters)
         return made, torch.optim.lr_scheduler.StepLR(made, 3, 0.9) if self.scheduled else None
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.float16) if self.half else nullcontext()
+
+    def scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", self.scale or 1.0, growth_interval=2, enabled=self.scale is not None)
+
 
 @dataclass
 class Found:
@@ -121,35 +131,40 @@ class Found:
     states: list[dict[str, Tensor]]  # of the model, wherever it was read, and at the end
     kept: dict[int, dict[str, Any]]  # of the optimizer, at the end
     lr: float
+    scaler: dict[str, Any]
 
 
 def plain(run: Run, steps: int) -> Found:
     """A loop over microbatches on one device."""
     model = run.model()
     optimizer, scheduler = run.optimizer_of(model.parameters())
-    found = Found([], [], [], {}, 0.0)
+    found, scaler = Found([], [], [], {}, 0.0, {}), run.scaler()
     for step in range(steps):
         x, y = run.batch(step)
         total = None
         for part, target in zip(x.tensor_split(run.microbatches), y.tensor_split(run.microbatches), strict=True):
-            loss = F.mse_loss(model(part), target)
+            with run.autocast():
+                loss = F.mse_loss(model(part), target)
             weight = len(part) / len(x) / run.parts
-            (loss * weight).backward()
+            scaler.scale(loss * weight).backward()
             total = loss.detach() * weight if total is None else total + loss.detach() * weight
         assert total is not None
         found.losses.append(total)
         if step % run.parts == run.parts - 1:
             limit = float("inf") if run.max_norm is None else run.max_norm
+            scaler.unscale_(optimizer)
             norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
             found.norms.append(norm)
             if norm.isfinite():
                 nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
-                optimizer.step()
+                scaler.step(optimizer)
                 if scheduler is not None:
                     scheduler.step()
+            scaler.update()
             optimizer.zero_grad()
             if step in run.read:
                 found.states.append(copy.deepcopy(model.state_dict()))
+    found.scaler = scaler.state_dict()
     return _ended(found, model.state_dict(), optimizer, list(model.parameters()))
 
 
@@ -167,16 +182,18 @@ def overlapped(run: Run, steps: int, **where: Any) -> Found:
         **where,
     ) as pipe:
         optimizer, scheduler = run.optimizer_of(pipe.parameters())
-        training = pipe.training(optimizer, max_norm=run.max_norm, scheduler=scheduler)
-        found, results = Found([], [], [], {}, 0.0), []
+        scaler = run.scaler()
+        training = pipe.training(optimizer, max_norm=run.max_norm, scheduler=scheduler, scaler=scaler)
+        found, results = Found([], [], [], {}, 0.0, {}), list[Any]()
         for step in range(steps):
             updates = step % run.parts == run.parts - 1
-            results.append(training.step(*run.batch(step), weight=1 / run.parts, sync=updates))
+            with run.autocast():
+                results.append(training.step(*run.batch(step), weight=1 / run.parts, sync=updates))
             if step in run.read and updates:
                 found.states.append(copy.deepcopy(pipe.state_dict()))
                 pipe.evaluate(torch.randn(4, WIDTH))
         mine = [each for each in model.parameters() if pipe._world.holds(each)]
-        state = pipe.state_dict()
+        state, found.scaler = pipe.state_dict(), scaler.state_dict()
         found.losses = [result.loss for result in results if result.loss is not None]
         found.norms = [each.norm for each in results[run.parts - 1 :: run.parts] if each.norm is not None]
         return _ended(found, copy.deepcopy(state), optimizer, list(model.parameters()), mine)
@@ -204,6 +221,7 @@ def differences(wanted: Found, got: Found) -> Sequence[str]:
         if wanted.kept[number].keys() != kept.keys():
             wrong.append(f"keys of parameter {number}: {[*kept]}")
         wrong += [f"{key} of parameter {number}" for key in kept if not _same(wanted.kept[number][key], kept[key])]
+    wrong += [f"scaler {got.scaler}, not {wanted.scaler}"] if wanted.scaler != got.scaler else []
     return wrong + ([f"lr {got.lr}"] if wanted.lr != got.lr else [])
 
 

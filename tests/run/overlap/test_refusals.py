@@ -106,11 +106,22 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             ({"scheduler": plateau}, "ReduceLROnPlateau steps with a metric"),
             ({"scheduler": other}, "the StepLR is for another optimizer"),
             ({"max_nrom": 1.0}, "training has no option max_nrom=: did you mean max_norm="),
+            ({"scaler": object()}, "scaler is a object, but training takes a torch.amp.GradScaler"),
         ):
             with pytest.raises(ConfigError, match=words):
                 pipe.training(optimizer, **more)
-        with pytest.raises(ConfigError, match="training has no scaler="):
+        with pytest.raises(ConfigError, match=r"a step of training takes no scaler=: give it to pipe\.training"):
             pipe.training(optimizer).step(*batch(), scaler=object())
+        scaler = torch.amp.GradScaler("cpu")
+        training = pipe.training(optimizer, scaler=scaler)
+        for _ in range(2):
+            training.step(*batch())
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
+        with pytest.raises(ConfigError, match="the scaler was changed while a step is under way"):
+            training.step(*batch())
+        pipe.module().half()
+        with pytest.raises(ConfigError, match="parameters are float16, whose gradients a GradScaler does not unscale"):
+            pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1), scaler=scaler).step(*batch())
 
 
 def test_timelines_on_other_clocks_are_not_joined() -> None:

@@ -14,6 +14,22 @@ def test_training_has_the_bits_of_a_loop_that_waits(schedule: str, optimizer: st
     assert differences(plain(run, 18), overlapped(run, 18)) == []
 
 
+@pytest.mark.parametrize(("schedule", "parts"), [("zb-h2", 1), ("gpipe", 2), ("zb-v", 1)])
+def test_a_scaler_has_the_bits_of_a_loop_that_waits(schedule: str, parts: int) -> None:
+    """Gradients overflow at its first scales, again when it has grown, and in steps that are large anyway."""
+    run = Run(9, schedule=schedule, norms=True, large=(12, 13, 20), bad=(17,), parts=parts, scale=2.0**127, read=(9,))
+    wanted = plain(run, 24)
+    assert 3 <= sum(not norm.isfinite() for norm in wanted.norms) <= 12
+    assert differences(wanted, overlapped(run, 24)) == []
+
+
+def test_float16_autocast_has_the_bits_of_a_loop_that_waits() -> None:
+    run = Run(10, schedule="zb-h2", large=(5, 6), scale=2.0**18, half=True)
+    wanted = plain(run, 10)
+    assert 2 <= sum(not norm.isfinite() for norm in wanted.norms) <= 7
+    assert differences(wanted, overlapped(run, 10)) == []
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_runs_have_the_bits_of_a_loop_that_waits(seed: int) -> None:
     run = Run.random(seed, 20)
@@ -31,7 +47,7 @@ def ranks_train(first: str, last: str, steps: str, *names: str) -> None:
     """Random runs, one after another, on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     for seed in range(int(first), int(last)):
-        fixed = {"schedule": names[seed % len(names)]} if names else {}
+        fixed = {"schedule": names[seed % len(names)], "scale": 2.0**127 if seed % 2 else None} if names else {}
         run = Run.random(seed, int(steps), devices=dist.get_world_size(), **fixed)
         assert differences(plain(run, int(steps)), overlapped(run, int(steps), mesh=mesh)) == [], run
 

@@ -122,6 +122,20 @@ def test_whoever_reads_the_optimizer_or_the_model_reads_a_settled_step(tmp_path:
         assert scheduler.last_epoch == 8
 
 
+def test_an_update_of_several_minibatches_is_shared_out_while_the_one_before_is_under_way() -> None:
+    run = Run(7, schedule="zb-h2")
+    batches = [run.batch(step) for step in (3, 4)]
+    with gapless.Pipeline(run.model(), devices=4, schedule="zb-h2", microbatches=4, loss=F.mse_loss) as pipe:
+        training = pipe.training(run.optimizer_of(pipe.parameters())[0])
+        wanted = pipe.shares(batches)
+        first, second = (training.step(*run.batch(step)) for step in (1, 2))
+        assert pipe.shares(batches) == wanted
+        assert first.is_settled
+        assert not second.is_settled
+        assert pipe.evaluate(batches[0][0]).outputs is not None
+        assert second.is_settled
+
+
 def test_a_loss_can_be_read_before_the_step_is_settled() -> None:
     """The backward of the step waits until its loss was read."""
     read = threading.Event()

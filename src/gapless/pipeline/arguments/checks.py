@@ -249,7 +249,7 @@ def check_step(scaler: Any, *, one_process: bool) -> None:
     if scaler is not None and not one_process:
         raise ConfigError(
             "a GradScaler checks on each rank alone whether gradients are finite, so ranks would skip different "
-            "steps: use bfloat16, which needs no scaler, or devices= in one process"
+            "steps: use pipe.training(optimizer, scaler=...), or bfloat16, which needs no scaler"
         )
     if not torch.is_grad_enabled():
         raise ConfigError(

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -24,6 +26,7 @@ class Asked(NamedTuple):
     max_norm: float | None
     scheduler: Any
     skip_nonfinite: bool
+    scaler: Any = None
 
 
 def check_training(optimizer: Any, asked: Asked) -> None:
@@ -52,6 +55,12 @@ def check_training(optimizer: Any, asked: Asked) -> None:
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         raise ConfigError(f"{name} has step hooks, which would see parts of a step: remove them, or {_INSTEAD}")
+    scaler = asked.scaler
+    if scaler is not None and getattr(type(scaler), "update", None) is not GradScaler.update:
+        raise ConfigError(
+            f"scaler is a {type(scaler).__name__}, but training takes a torch.amp.GradScaler: give one, or use "
+            "pipe.step(..., scaler=) and scaler.step(optimizer)"
+        )
     if (scheduler := asked.scheduler) is None:
         return
     if "metrics" in inspect.signature(scheduler.step).parameters:
@@ -63,7 +72,7 @@ def check_training(optimizer: Any, asked: Asked) -> None:
         raise ConfigError(f"the {type(scheduler).__name__} is for another optimizer: make it of the one given here")
 
 
-def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: World) -> None:
+def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: World, *, scaled: bool) -> None:
     """All are the pipeline's, and whole. A rank without any has an empty one."""
     own = {*known}
     found = [each for group in optimizer.param_groups for each in group["params"]]
@@ -74,3 +83,8 @@ def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: Wo
         )
     if any(hasattr(each, "full_tensor") for each in found):
         raise ConfigError(f"parameters are sharded (FSDP or tp), whose steps can't be undone yet: {_INSTEAD}")
+    if scaled and any(each.dtype == torch.float16 for each in found):
+        raise ConfigError(
+            "parameters are float16, whose gradients a GradScaler does not unscale: keep them in float32, and step "
+            'inside of torch.autocast("cuda", torch.float16)'
+        )

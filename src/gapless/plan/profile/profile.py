@@ -250,6 +250,14 @@ class Profile:
         )
         return replace(self, layers=layers, most_update=most)
 
+    def with_step_copies(self) -> "Profile":
+        """An optimizer step that does not wait keeps parameters and state as they were, in case it is undone."""
+        layers = (
+            replace(layer, parameters=2 * layer.parameters, optimizer_state=2 * layer.optimizer_state)
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def link(self, one: int, other: int) -> Link:
         """What connects two devices: the innermost level that has both, or the outermost there is."""
         for link in self.links:

@@ -116,6 +116,7 @@ class Drafts:
         self.host = profile.host if options.offload in ("activations", "both") else None
         self.offloads_optimizer = options.offload in ("optimizer", "both")
         profile = profile.with_offloaded_optimizer() if self.offloads_optimizer else profile
+        profile = profile.with_step_copies() if options.overlap else profile
         self.again = options.remat
         self.effort = 0
         self.profile = cache(replace(profile, host=self.host).scaled)  # by the samples in a microbatch

@@ -28,6 +28,7 @@ class SearchOptions:
     remat            how a stage may be recomputed
     offload          what is in the host's memory: "activations" where that helps and nobody has to wait for them, the
                      state of the "optimizer", "both" or "none"
+    overlap          parameters and optimizer state are held twice, for an optimizer step that does not wait
     """
 
     microbatches: int | None = None
@@ -39,6 +40,7 @@ class SearchOptions:
     time_limit: float | None = 60.0
     remat: tuple[Remat, ...] = ("stage", "layer")
     offload: Offload = "none"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_number("slack", self.slack)
@@ -47,6 +49,11 @@ class SearchOptions:
             check_recipes(self.schedules)
         if self.offload not in OFFLOAD:
             raise ConfigError(f"offload is {self.offload!r:.40}, but for a plan it must be one of {', '.join(OFFLOAD)}")
+        if self.overlap and self.offload in ("optimizer", "both"):
+            raise ConfigError(
+                f"offload is {self.offload!r}, but a step on state in host memory can't be undone: leave out overlap "
+                "or offload activations only"
+            )
 
 
 def check_number(name: str, value: float | None) -> None:

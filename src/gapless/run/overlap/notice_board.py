@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.run.channels import StoppedError
-from gapless.run.overlap.verdict import Check, Verdict
+from gapless.run.overlap.verdict import Check, Findings, Verdict
 
 
 class NoticeBoard:
@@ -60,13 +60,12 @@ class ThreadCourt:
     def __init__(self, check: Check, devices: int, board: NoticeBoard) -> None:
         self.check, self._devices, self._board = check, devices, board
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
-        told = self._board.add(("norms", step), (norms, alone, lost))
-        if len(told) == self._devices:
-            all_norms, alone_of, lost_of = zip(*told, strict=True)
-            found = {number: norm for each in all_norms for number, norm in each.items()}
-            ordered = [found[number] for number in sorted(found)]
-            verdict = self.check.verdict(ordered, alone=any(alone_of), lost=any(lost_of))
+    def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
+        by_device = self._board.add(("norms", step), (norms, told))
+        if len(by_device) == self._devices:
+            found = {number: norm for each, _ in by_device for number, norm in each.items()}
+            together = Findings(*map(any, zip(*(each for _, each in by_device), strict=True)))
+            verdict = self.check.verdict([found[number] for number in sorted(found)], together)
             self._board.post(("verdict", step), verdict)
 
     def verdict(self, step: int) -> Verdict:

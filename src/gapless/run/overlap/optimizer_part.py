@@ -7,7 +7,7 @@ handed over holds for its update, whatever a user or a scheduler sets meanwhile.
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gapless.errors import ConfigError, note_place
-from gapless.run.clip import norms_of, scale
+from gapless.run.clip import grouped, norms_of, scale
 from gapless.run.overlap.verdict import Verdict
 
 Groups = Sequence[Mapping[str, Any]]
+
+
+class Setting(NamedTuple):
+    """What holds for one update."""
+
+    groups: Groups
+    scale: float | None  # of all gradients
 
 
 def groups_now(optimizer: Optimizer) -> Groups:
@@ -55,6 +62,14 @@ class OptimizerPart:
         self.groups = [
             {**group, "params": [each for each in group["params"] if each in self._mine]} for group in self._given
         ]
+
+    def unscale(self, scale: float) -> bool:
+        """As a GradScaler does; whether some are not finite."""
+        inverse, found = torch.tensor(scale).double().reciprocal().float(), list[Tensor]()
+        for [grads], _ in grouped([*self.grads.values()]):
+            found.append(torch.zeros((), device=grads[0].device))
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found[-1], inverse.to(grads[0].device))
+        return any(each.item() for each in found)
 
     def norms(self) -> dict[int, Tensor]:
         """Of the gradients, by the number of the parameter."""
@@ -105,6 +120,11 @@ class OptimizerPart:
     def forget(self) -> None:
         """The last step can't be undone any more."""
         self._before, self._stepped = [], False
+
+    def copies(self) -> dict[Parameter, int]:
+        """Bytes that are kept of each, to undo the last step."""
+        tensors = {each: (value, *(state or {}).values()) for each, value, state in self._before}
+        return {each: sum(getattr(part, "nbytes", 0) for part in kept) for each, kept in tensors.items()}
 
     def drop_gradients(self) -> None:
         """Those in `.grad`."""

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from gapless.guards.held_state import RESTARTED_FORWARDS
-from gapless.run.overlap.optimizer_part import Groups, OptimizerPart
-from gapless.run.overlap.verdict import Check, Verdict
+from gapless.run.overlap.optimizer_part import OptimizerPart, Setting
+from gapless.run.overlap.verdict import Check, Findings, Verdict
 from gapless.run.program import Program
 from gapless.run.streams.buffer_rollback import BufferRollback
 from gapless.schedule.timeline import Timeline
@@ -26,8 +26,8 @@ class Court(Protocol):
 
     check: Check
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
-        """This device's gradients, and whether it knows of a loss that is not finite. Does not wait."""
+    def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
+        """This device's gradients. Does not wait."""
 
     def verdict(self, step: int) -> Verdict:
         """Waits until all devices have told theirs."""
@@ -44,6 +44,7 @@ class PartUpdates:
         self.keeps_gradients = False  # for whoever looks at the step once it is made
         self._alone = True  # the next update waits for its verdict
         self._lost = False  # a loss that goes into it is not finite
+        self._overflowed = False  # by the last verdict
 
     def start(self) -> None:
         """Steps come, whose layers are these."""
@@ -55,8 +56,10 @@ class PartUpdates:
         for stage in self.stages:
             stage.rest()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, program: Program) -> None:
         """Its first forward comes."""
+        if self._overflowed and program.batch.weights_after_overflow:
+            program.batch.weights = program.batch.weights_after_overflow
         for buffers in self._buffers:
             buffers.keep(step)
 
@@ -64,16 +67,17 @@ class PartUpdates:
         """Those of a minibatch that goes into the next update."""
         self._lost = self.court.check.loses(losses, weights) or self._lost
 
-    def update(self, step: int, groups: Groups) -> Verdict | None:
+    def update(self, step: int, setting: Setting) -> Verdict | None:
         """All gradients of this device are there. Returns the verdict, if it was waited for."""
-        self.part.begin(groups)
+        self.part.begin(setting.groups)
+        overflowed = setting.scale is not None and self.part.unscale(setting.scale)
         norms = self.part.norms() if self.court.check else {}
-        self.court.tell(step, norms, alone=any(stage.holds_state for stage in self.stages), lost=self._lost)
+        self.court.tell(step, norms, Findings(any(stage.holds_state for stage in self.stages), self._lost, overflowed))
         self._lost = False
         self.due = step
         if self._alone:
             return self.settle()
-        if not self.court.check.fails(norms):
+        if not overflowed and not self.court.check.fails(norms):
             self.is_torn = True
             self.part.step()
             self.is_torn = False
@@ -88,7 +92,7 @@ class PartUpdates:
         self.part.settle(verdict)
         if not self.keeps_gradients:
             self.part.grads = {}
-        self._alone, self.due, self.is_torn = verdict.alone, None, False
+        self._alone, self._overflowed, self.due, self.is_torn = verdict.alone, verdict.overflowed, None, False
         return verdict
 
     def run_again(self, program: Program, device: int, step: int) -> None:
@@ -101,7 +105,7 @@ class PartUpdates:
             )
         program.drop_forwards(device)
         self.drop(step)
-        self.begin(step)
+        self.begin(step, program)
         program.run_forwards(device)
 
     def drop(self, step: int) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.run.clip import as_rows, from_rows
-from gapless.run.overlap.optimizer_part import Groups
+from gapless.run.overlap.optimizer_part import Setting
 from gapless.run.overlap.part_updates import Court, PartUpdates, Settled
-from gapless.run.overlap.verdict import Check, Verdict
+from gapless.run.overlap.verdict import Check, Findings, Verdict
 from gapless.run.program import Program
 from gapless.run.ranks.many_processes import ManyProcesses
 from gapless.run.world import Ran, World
@@ -28,9 +28,9 @@ class RankCourt:
         self.check, self._world, self._parameters = check, world, parameters
         self._told: tuple[Tensor, Any] | None = None
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
-        found = as_rows(norms, self._parameters + 1)
-        found[:, -1] = torch.tensor([float(alone), float(lost)])
+    def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
+        found = as_rows(norms, self._parameters + len(told))
+        found[0, self._parameters :] = torch.tensor(told)
         group = self._world.groups.pp
         self._told = found, None if group is None else group.allreduce([found])
 
@@ -39,8 +39,8 @@ class RankCourt:
         found, work = self._told
         if work is not None:
             self._world.links.await_all(work)
-        norms = from_rows(found[:, :-1], self._world.position.torch_device)
-        return self.check.verdict(norms, alone=bool(found[0, -1]), lost=bool(found[1, -1]))
+        norms = from_rows(found[:, : self._parameters], self._world.position.torch_device)
+        return self.check.verdict(norms, Findings(*map(bool, found[0, self._parameters :])))
 
 
 class RankSteps:
@@ -66,7 +66,7 @@ class RankSteps:
         return self._world.call("in a step")
 
     def run(
-        self, step: int, program: Program, weights: Sequence[float], groups: Callable[[], Groups], *, updates: bool
+        self, step: int, program: Program, weights: Sequence[float], setting: Callable[[], Setting], *, updates: bool
     ) -> Callable[[], Ran]:
         """This rank's part of a step; the verdict on the one before comes on the way."""
         [mine] = self.devices
@@ -77,14 +77,14 @@ class RankSteps:
                 mine.run_again(program, device, step)
 
         program.at_verdict = at_verdict
-        mine.begin(step)
+        mine.begin(step, program)
         self._steps.append(step)
         try:
             ran = self._world.run(program, weights)
         finally:
             program.clear()
         mine.look_at(ran.losses, ran.weights)
-        self._judged = mine.update(step, groups()) if updates else None
+        self._judged = mine.update(step, setting()) if updates else None
         return lambda: ran
 
     def settle(self) -> None:

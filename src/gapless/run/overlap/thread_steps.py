@@ -24,7 +24,7 @@ from gapless.run.execute import measured, place_of
 from gapless.run.lanes import fenced
 from gapless.run.one_process import OneProcess
 from gapless.run.overlap.notice_board import NoticeBoard, ThreadCourt
-from gapless.run.overlap.optimizer_part import Groups
+from gapless.run.overlap.optimizer_part import Setting
 from gapless.run.overlap.part_updates import Court, PartUpdates, Settled
 from gapless.run.overlap.verdict import Check
 from gapless.run.program import Program
@@ -80,7 +80,7 @@ class ThreadSteps:
         return nullcontext()
 
     def run(
-        self, step: int, program: Program, weights: Sequence[float], groups: Callable[[], Groups], *, updates: bool
+        self, step: int, program: Program, weights: Sequence[float], setting: Callable[[], Setting], *, updates: bool
     ) -> Callable[[], Ran]:
         """Hands a step over, and returns when the one before is settled. What is returned waits for the losses."""
         self._start()
@@ -95,7 +95,7 @@ class ThreadSteps:
                 inbox.put(job)
         if len(self._jobs) > 1:
             self._wait()
-        self._board.post(("groups", step), groups())
+        self._board.post(("setting", step), setting())
         return partial(self._ran, job)
 
     def _ran(self, job: HandedStep) -> Ran:
@@ -217,7 +217,7 @@ class ThreadSteps:
     def _run(self, job: HandedStep, device: int) -> None:
         program, updates = job.program, self.devices[device]
         reached, stopping = program.reached, program.stopping
-        updates.begin(job.step)
+        updates.begin(job.step, program)
         for tie in self._ties[device]:
             tie.begin()
         row = program.schedule.rows[device]
@@ -236,10 +236,10 @@ class ThreadSteps:
         if job.told_at in row:
             updates.look_at(program.losses, job.weights)
         if job.updates:
-            groups: Groups = self._board.wait(("groups", job.step))
+            setting: Setting = self._board.wait(("setting", job.step))
             start = program.lanes[device].now()
             with intra_op_threads(job.threads):
-                updates.update(job.step, groups)
+                updates.update(job.step, setting)
             if program.recorded:  # what is stepped of several stages is stepped together
                 end = program.lanes[device].now()
                 program.marks[device] += [(end if number else start, end) for number, _ in enumerate(updates.stages)]

@@ -24,11 +24,20 @@ class Verdict(NamedTuple):
     factor: Tensor | None = None  # by which gradients are multiplied, if they are clipped
     skips: bool = False  # some are not finite, or the loss is not
     alone: bool = False  # the next step waits for its own verdict before anything else is done
+    overflowed: bool = False  # scaled gradients are not finite
 
     @property
     def stands(self) -> bool:
         """A step that was made with the gradients as they are is right."""
         return self.factor is None and not self.skips
+
+
+class Findings(NamedTuple):
+    """What devices tell beside norms: of all, whether any has it."""
+
+    alone: bool  # some stage can't run forwards twice
+    lost: bool  # the loss is not finite
+    overflowed: bool  # scaled gradients are not finite
 
 
 @dataclass(frozen=True)
@@ -41,15 +50,14 @@ class Check:
     def __bool__(self) -> bool:
         return self.max_norm is not None or self.skip_nonfinite
 
-    def verdict(self, norms: list[Tensor], *, alone: bool, lost: bool) -> Verdict:
-        """From the norms of all parameters, in their order. `alone`: some stage can't run forwards twice. `lost`: the
-        loss is not finite.
-        """
-        if not self or not norms:
-            return Verdict(skips=lost, alone=alone or lost)
-        total = total_of([norm.to(norms[0].device) for norm in norms])
-        if lost or (self.skip_nonfinite and not math.isfinite(total.item())):
-            return Verdict(total, skips=True, alone=True)
+    def verdict(self, norms: list[Tensor], told: "Findings") -> Verdict:
+        """From the norms of all parameters, in their order."""
+        alone, lost, overflowed = told
+        total = total_of([norm.to(norms[0].device) for norm in norms]) if self and norms else None
+        if lost or overflowed or (total is not None and self.skip_nonfinite and not math.isfinite(total.item())):
+            return Verdict(total, skips=True, alone=True, overflowed=overflowed)
+        if total is None:
+            return Verdict(alone=alone)
         factor = None if self.max_norm is None else factor_of(total, self.max_norm)
         if factor is not None and factor.item() == 1:
             factor = None

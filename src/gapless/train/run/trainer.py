@@ -22,9 +22,9 @@ import torch
 
 from gapless.errors import GaplessError
 from gapless.guards.weights_and_gradients import NOT_FINITE
-from gapless.pipeline.overlapped_training import OverlappedTraining, PendingResult
+from gapless.pipeline.overlapped_training import OverlappedTraining
 from gapless.pipeline.pipeline import Pipeline
-from gapless.pipeline.result import Result
+from gapless.pipeline.result import PendingResult, Result
 from gapless.schedule.timeline import Timeline
 from gapless.train.config import user_code as own
 from gapless.train.data.feed import Batch, with_shape
