@@ -96,7 +96,6 @@ def run(captured: Captured, part: Any) -> Any:
 
 def traces_of(model: nn.Module, parts: list[Any], modes: tuple[tuple[bool, bool], ...]) -> int:
     """How many it takes, once all bits of outputs, gradients and buffers are compared. `modes`: training, with grad."""
-    torch.set_num_threads(1)
     plain = copy.deepcopy(model)
     captured = Captured(model, [torch.device("cpu")] * 2)
     calls: list[tuple[nn.Module, Callable[[Any], Any]]] = [
