@@ -52,14 +52,6 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_work_is_slow() -> Iterator[None]:
-    """On a busy machine any of it may be, and what is written to stderr must not depend on that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slow_work, "_LONG", 3600.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _no_seeds_for_later() -> Iterator[None]:
     """Torch keeps every seed for a GPU that may be used later, with the stack of its call: where there is none, that
     was a fifth of the time of some tests.
@@ -71,8 +63,9 @@ def _no_seeds_for_later() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_intra_op_thread() -> None:
+    """Whatever the test before has set."""
     torch.set_num_threads(1)
 
 

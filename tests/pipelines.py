@@ -165,8 +165,10 @@ def trained(
     return tuple(done)
 
 
-def parameters_of(model: Model) -> list[nn.Parameter]:
-    return list(nn.ModuleList([layer for layer in model if isinstance(layer, nn.Module)]).parameters())
+def parameters_of(model: nn.Module | list[Any]) -> list[nn.Parameter]:
+    if not isinstance(model, nn.Module):
+        model = nn.ModuleList([layer for layer in model if isinstance(layer, nn.Module)])
+    return list(model.parameters())
 
 
 def assert_steps_are_exact(
@@ -247,7 +249,7 @@ def assert_one_model_is_exact(
             assert_same_gradients(model, reference, f"step {number}")
 
 
-def assert_same_gradients(model: Model, reference: Model, where: str = "") -> None:
+def assert_same_gradients(model: nn.Module | list[Any], reference: nn.Module | list[Any], where: str = "") -> None:
     """Every gradient is there or not as in the reference, with its bits, and none is another's."""
     places: dict[int, int] = {}
     for number, (ours, plain) in enumerate(zip(parameters_of(model), parameters_of(reference), strict=True)):

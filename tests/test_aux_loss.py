@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import GaplessError
-from tests.pipelines import schedule_named
+from tests.pipelines import assert_same_gradients, schedule_named
 
 WIDTH = 6
 
@@ -91,8 +91,7 @@ def assert_exact(model: nn.Module, plain: nn.Module, *, context: Any = nullconte
             losses = plain_loop(plain, x, y, context)
             for ours, other in zip(result.losses, losses, strict=True):
                 assert torch.equal(ours, other), f"step {step}"
-            for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine.grad, theirs.grad), f"step {step}, {name}"  # type: ignore[arg-type]
+            assert_same_gradients(model, plain, f"step {step}")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,7 @@ def test_a_traced_model_may_have_them_anywhere(schedule: str, remat: Any, compil
         loss = F.mse_loss(outputs, goal) + aux
         assert torch.equal(losses[number], loss)
         (loss * 0.25).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad), name  # type: ignore[arg-type]
+    assert_same_gradients(model, plain)
 
 
 def test_plain_step_adds_them_too_and_evaluate_leaves_them_out() -> None:
@@ -195,8 +193,7 @@ def test_a_scaler_scales_them_with_the_loss() -> None:
     ) as pipe:
         pipe.step(x, y, scaler=scaler)
     plain_loop(plain, x, y, scale=64.0)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones((), dtype=torch.int64), 0.5])

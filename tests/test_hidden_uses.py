@@ -18,6 +18,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
+from tests.pipelines import assert_same_gradients
 
 from .random_models.blocks import Do, scripted_dropout
 
@@ -72,10 +73,7 @@ def assert_exact(
                 value_of_loss = criterion(out, target)
             (value_of_loss * share).backward()
     mine, theirs = nn.ModuleList(ours), nn.ModuleList(plain)
-    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        assert a.grad is not None, name
-        assert b.grad is not None, name
-        assert torch.equal(a.grad, b.grad), f"{name} differs by {(a.grad - b.grad).abs().max():.1e}"
+    assert_same_gradients(mine, theirs)
     for (name, left), right in zip(mine.named_buffers(), theirs.buffers(), strict=True):
         assert torch.equal(left, right), name
 

@@ -571,14 +571,6 @@ def test_gradients_are_on_in_a_step_and_off_in_evaluate_in_every_thread() -> Non
     assert threads == {"gapless device 0", "gapless device 1"}
 
 
-@pytest.fixture
-def _threads_put_back() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads_put_back")
 @pytest.mark.parametrize(("callers", "asked", "expected"), [(4, None, 2), (1, None, 1), (3, None, 1), (1, 3, 3)])
 def test_devices_share_the_callers_intra_op_threads_and_leave_its_number_alone(
     callers: int, asked: int | None, expected: int

@@ -5,11 +5,8 @@ for two steps. The first rank that runs out of memory ends the trial; none outli
 import contextlib
 import json
 import os
-import socket
-import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import die_with_parent
-from benchmarks.peer.peer import start_server
-from benchmarks.peer.ranks import join_group
+from benchmarks.peer.peer import start_ranks
+from benchmarks.peer.ranks import begin, join_group
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.stage.offload.optimizer_state import offload_optimizer
@@ -63,17 +59,7 @@ class MemoryTrial:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "MemoryTrial":
-        start_server()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        context = get_context("forkserver")
-        self._answers: list[Connection] = []
-        for rank in range(self._ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_trained, args=(rank, self._ranks, folder, theirs, *self._asked))
-            process.start()
-            theirs.close()
-            self._stack.callback(_ended, process)
-            self._answers.append(self._stack.enter_context(mine))
+        self._answers = start_ranks(self._stack, self._ranks, _trained, *self._asked)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,22 +86,11 @@ class MemoryTrial:
         return failed
 
 
-def _ended(process: Any) -> None:
-    process.kill()
-    process.join()
-
-
 def _trained(
     rank: int, ranks: int, folder: str, answer: Connection, model: GptOfAnyDepth, depth: int, plan: str, memory: int
 ) -> None:
     """What a rank does: it answers with what went wrong, or with nothing."""
-    os.setsid()  # Ctrl-C is for whoever started it
-    die_with_parent()
-    said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(said, stream)
-    if loopback := [name for _, name in socket.if_nameindex() if name.startswith("lo")]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    begin(folder)
     try:
         _train(rank, ranks, folder, model, depth, Plan.from_json(json.loads(plan)), memory)
         answer.send("")

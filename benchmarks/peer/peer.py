@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -46,6 +46,23 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
+def start_ranks(
+    stack: contextlib.ExitStack, count: int, target: Callable[..., None], *words: object
+) -> list[Connection]:
+    """Each calls `target(rank, count, folder, connection, *words)`; the other ends. They end with the stack."""
+    start_server()
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    ranks = []
+    for rank in range(count):
+        here, there = _SERVER.Pipe()
+        process = _SERVER.Process(target=target, args=(rank, count, folder, there, *words), daemon=True)
+        process.start()
+        there.close()
+        stack.callback(_end, process)
+        ranks.append(stack.enter_context(here))
+    return ranks
+
+
 class _RankFailedError(Exception):
     """The first cause of it, and the schedule it was met with: empty before the first one."""
 
@@ -78,7 +95,6 @@ class Peer:
         self.peaks: dict[str, int] = {}
 
     def __enter__(self) -> "Peer":
-        start_server()
         self._start()
         return self
 
@@ -131,19 +147,9 @@ class Peer:
 
     def _let_in(self, stack: contextlib.ExitStack, names: Sequence[str]) -> list[Connection]:
         """Start the ranks; they end with the stack."""
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
         count = 1 if self._side in _ONE_PROCESS else self._contest.devices
         place = f"{_SIDES[self._side][1]}:prepare_{self._side}"
-        ranks = []
-        for rank in range(count):
-            here, there = _SERVER.Pipe()
-            words = (rank, count, folder, place, self._contest, names, there, self._environment)
-            process = _SERVER.Process(target=compete, args=words, daemon=True)
-            process.start()
-            there.close()
-            stack.callback(_end, process)
-            ranks.append(stack.enter_context(here))
-        return ranks
+        return start_ranks(stack, count, compete, place, self._contest, names, self._environment)
 
     def _prepare(self, name: str) -> None:
         """Whether the ranks take that schedule, and in which order they run it."""

@@ -73,18 +73,22 @@ def join_group(rank: int, ranks: int, folder: str, seconds: float, backend: str 
     )
 
 
-def compete(
-    rank: int, ranks: int, folder: str, place: str, contest: Contest, names: Sequence[str], lead: Connection, more: Any
-) -> None:
-    """Until `Peer` hangs up; `place` is where its `Prepare` is, `more` belongs to the environment."""
+def begin(folder: str) -> None:
+    """Of every rank: it ends with who started it, connects over loopback, and what it says goes into the folder."""
     os.setsid()  # Ctrl-C is for whoever started it
     die_with_parent()
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(said, stream)
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
+    if loopback := [name for _, name in socket.if_nameindex() if name.startswith("lo")]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def compete(
+    rank: int, ranks: int, folder: str, lead: Connection, place: str, contest: Contest, names: Sequence[str], more: Any
+) -> None:
+    """Until `Peer` hangs up; `place` is where its `Prepare` is, `more` belongs to the environment."""
+    begin(folder)
     os.environ.update(more)
     at = ""
     try:

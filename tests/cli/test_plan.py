@@ -443,7 +443,7 @@ def test_what_has_no_flush_is_ranked_beside_the_plans_and_never_chosen(gapless: 
 def test_what_auto_costs_in_memory_is_told_against_1f1b(gapless: Command) -> None:
     told = r"^auto needs [\d.]+ GiB on its fullest device, 1f1b [\d.]+ GiB: \d+% more memory for a step that is \d+%"
     small = Path(__file__).parent.parent.parent / "examples" / "profiles" / "small_gpt.json"
-    out = gapless(f"plan {small} --devices 4 --memory 8GiB --microbatches 16 --schedules 1f1b,auto").out
+    out = gapless(f"plan {small} --devices 2 --memory 8GiB --microbatches 8 --schedules 1f1b,auto").out
     assert re.search(told, out, re.MULTILINE)
 
 

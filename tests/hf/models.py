@@ -23,11 +23,13 @@ def model_of(kind: str) -> Any:
     if kind == "llama":
         return library.LlamaForCausalLM(library.LlamaConfig(**llama, max_position_embeddings=64))
     if kind == "mixtral":
-        return library.MixtralForCausalLM(library.MixtralConfig(**llama, num_local_experts=4))
+        return library.MixtralForCausalLM(
+            library.MixtralConfig(**llama | {"num_hidden_layers": 1}, num_local_experts=4)
+        )
     if kind == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
         return library.GPT2LMHeadModel(
-            library.GPT2Config(**size, n_embd=32, n_layer=2, n_head=4, n_positions=64, **off)
+            library.GPT2Config(**size, n_embd=32, n_layer=1, n_head=4, n_positions=64, **off)
         )
     if kind == "bert":
         off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

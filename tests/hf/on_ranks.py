@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
-from tests.hf.training import Left, arguments, logged, padded, rows, trained
+from tests.hf.training import Left, arguments, logged, padded, right, rows, trained
 from tests.model.hub import gpt2, hub, llama
 from tests.traced_once import Traces
 
@@ -44,11 +44,6 @@ def as_under_torchrun() -> int:
     return rank
 
 
-def right(prediction: Any) -> dict[str, float]:
-    logits, labels = (torch.as_tensor(each) for each in prediction)
-    return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)).sum().item()}
-
-
 def train(kind: type[Any], folder: Path, name: str, **more: Any) -> tuple[Any, list[Left]]:
     """By one of the settings."""
     asked, own = SETTINGS[name]
@@ -62,11 +57,12 @@ def train(kind: type[Any], folder: Path, name: str, **more: Any) -> tuple[Any, l
     return trained(kind, copy.deepcopy(gpt2()), arguments(folder, **given), **more)
 
 
-def write_plain(folder: str, name: str, process: str = "0") -> None:
-    """What transformers.Trainer leaves."""
-    trainer, steps = train(hub().Trainer, Path(folder, f"plain {name}"), name)
-    if process == "0":
+def write_plain(folder: str, name: str, process: int = 0, **more: Any) -> Any:
+    """What transformers.Trainer leaves; and the trainer."""
+    trainer, steps = train(hub().Trainer, Path(folder, f"plain {name}"), name, **more)
+    if process == 0:
         torch.save((steps, logged(trainer)), Path(folder, f"{name}.pt"))
+    return trainer
 
 
 def compare(trainer: Any, steps: list[Left], plain: Path) -> None:
@@ -116,9 +112,10 @@ def stopped_early(kind: type[Any], folder: Path, **more: Any) -> Any:
 
 
 def saving(folder: str) -> None:
-    """A run that saves."""
+    """A run that evaluates and saves."""
     as_under_torchrun()
-    train(PipelineTrainer, Path(folder, "ours"), "adamw", asked=SAVED)
+    ours = train(PipelineTrainer, Path(folder, "ours"), "evaluated", asked=SAVED)
+    compare(*ours, Path(folder, "evaluated.pt"))
 
 
 def saving_more(folder: str) -> None:
@@ -149,7 +146,7 @@ def plain_replicas(folder: str, *names: str) -> None:
     """Trainer on as many devices, with DDP."""
     rank = as_under_torchrun()
     for name in names:
-        write_plain(folder, name, str(rank))
+        write_plain(folder, name, rank)
 
 
 def replicas(folder: str, *names: str) -> None:

@@ -18,14 +18,6 @@ from tests.model.hub import gpt2, hub
 from tests.run.forked import Launch
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def loaded(folder: Path, **options: Any) -> gapless.Pipeline:
     hub()
     import gapless.hf

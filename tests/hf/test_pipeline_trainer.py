@@ -16,28 +16,15 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
 from gapless.model.traced.trace import Trace
-from tests.hf.training import arguments, both, padded, rows, trained
+from tests.hf.training import arguments, both, equal, padded, right, rows, trained
 from tests.model.hub import bert, gpt2, hub, llama, made, t5
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def right(prediction: Any) -> dict[str, float]:
-    logits, labels = (torch.as_tensor(each) for each in prediction)
-    return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)).sum().item()}
-
-
 def test_gpt2_on_4_devices_is_gpt2_on_one_after_every_step(tmp_path: Path) -> None:
     """The last update of an epoch has 2 batches of 4, the last batch of an evaluation 2 samples of 4."""
-    args = arguments(tmp_path, max_steps=20, eval_strategy="steps", eval_steps=8, per_device_eval_batch_size=4)
+    args = arguments(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=4)
     more: dict[str, Any] = {"eval_dataset": rows(10), "compute_metrics": right}
     plain, trainer = both(gpt2(), args, devices=4, schedule="zb-v", **more)
     assert [line["eval_right"] for line in trainer.state.log_history if "eval_right" in line]
@@ -49,7 +36,7 @@ def test_gpt2_on_4_devices_is_gpt2_on_one_after_every_step(tmp_path: Path) -> No
     assert torch.equal(torch.as_tensor(predicted.predictions), torch.as_tensor(wanted.predictions))
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_llama_with_lora_on_4_devices_is_that_on_one_after_every_step(steps: int, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -194,43 +181,19 @@ def sides() -> list[tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_the_best_model_comes_back_and_training_stops_early(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    more |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1.0, "max_steps": 9}
-    trainers = []
-    for kind, own in sides():
-        stop = hub().EarlyStoppingCallback(early_stopping_patience=2)
-        args = arguments(tmp_path / kind.__name__, **more)
-        given = {"callbacks": [stop], "eval_dataset": rows(4), **own}
-        trainers.append(trained(kind, gpt2(), args, **given)[0])
-    plain, trainer = trainers
+    from tests.hf import on_ranks
+
+    plain, trainer = (on_ranks.stopped_early(kind, tmp_path / kind.__name__, **own) for kind, own in sides())
     assert trainer.state.global_step == plain.state.global_step < 9
-    for ours, wanted in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(ours, wanted)
+    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
 
 
 @pytest.mark.slow
-def test_a_loader_without_a_length_and_a_model_made_anew(tmp_path: Path) -> None:
-    class Endless(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(rows(10))
+def test_other_losses_loaders_without_a_length_and_models_made_anew_are_trainer_s(tmp_path: Path) -> None:
+    from tests.hf import on_ranks
 
-    found = []
-    for kind, own in sides():
-        args = arguments(tmp_path, per_device_eval_batch_size=4)
-        trainer = kind(
-            args=args,
-            model_init=lambda: gpt2(),
-            data_collator=padded,
-            train_dataset=Endless(),
-            eval_dataset=Endless(),
-            **own,
-        )
-        for _ in range(2):
-            trainer.train()
-            found.append((trainer.evaluate()["eval_loss"], [each.detach() for each in trainer.model.parameters()]))
-    for loss, weights in found[1:]:
-        assert loss == found[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+    wanted, found = (on_ranks.other_ways(kind, tmp_path / kind.__name__, **own) for kind, own in sides())
+    assert all(map(equal, found, wanted))
 
 
 def test_several_gpus_are_no_data_parallel(tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.hf.training import arguments, trained
+from tests.hf.training import arguments, equal, trained
 from tests.model.hub import gpt2, hub
 from tests.run.forked import Launch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["evaluated"]),
-        pytest.param(2, ["adamw", "sgd", "bf16", "remat"], marks=pytest.mark.slow),
-        pytest.param(4, ["adamw", "sgd", "evaluated", "bf16", "remat"], marks=pytest.mark.slow),
+        (2, ["adamw", "sgd", "bf16", "remat"]),
+        (4, ["adamw", "sgd", "evaluated", "bf16", "remat"]),
     ],
 )
 def test_ranks_leave_the_weights_and_logs_of_one_device(
@@ -33,15 +33,6 @@ def test_ranks_leave_the_weights_and_logs_of_one_device(
     for name in names:
         on_ranks.write_plain(str(tmp_path), name)
     launch(on_ranks.same_as_plain, ranks, str(tmp_path), *names, timeout=300.0)
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Tensors by their bits, whatever they are in."""
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def loaded(file: Path) -> Any:
@@ -65,17 +56,17 @@ def same_files(ours: Path, theirs: Path) -> None:
             assert torch.equal(loaded(file)["cpu"], loaded(theirs / file.name)["cpu"])
 
 
-def test_the_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_them(
+def test_steps_logs_and_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_them(
     launch: Launch, tmp_path: Path
 ) -> None:
     from tests.hf import on_ranks
 
-    plain, _ = on_ranks.train(hub().Trainer, tmp_path / "plain", "adamw", asked=on_ranks.SAVED)
+    plain = on_ranks.write_plain(str(tmp_path), "evaluated", asked=on_ranks.SAVED)
     torch.save(plain.model.state_dict(), tmp_path / "plain.pt")
     launch(on_ranks.saving, 2, str(tmp_path), timeout=300.0)
     for folder in ("checkpoint-4", "checkpoint-5"):
-        same_files(tmp_path / "ours" / folder, tmp_path / "plain" / folder)
-    ours, theirs = (str(tmp_path / name / "checkpoint-4") for name in ("ours", "plain"))
+        same_files(tmp_path / "ours" / folder, tmp_path / "plain evaluated" / folder)
+    ours, theirs = (str(tmp_path / name / "checkpoint-4") for name in ("ours", "plain evaluated"))
     launch(on_ranks.resuming, 3, str(tmp_path), str(tmp_path / "plain.pt"), ours, theirs, timeout=300.0)
     rest = {**on_ranks.SAVED, "save_strategy": "no"}
     one, _ = on_ranks.train(hub().Trainer, tmp_path / "one", "adamw", asked=rest, resume=ours)

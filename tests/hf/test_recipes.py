@@ -55,13 +55,9 @@ def plain_loop() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """In a folder of its own, with the threads of one device."""
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_accelerate_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:

@@ -102,6 +102,21 @@ def both(model: nn.Module, args: Any, kind: type[Any] | None = None, **more: Any
     return plain, trainer
 
 
+def right(prediction: Any) -> dict[str, float]:
+    """How many tokens were foretold."""
+    logits, labels = (torch.as_tensor(each) for each in prediction)
+    return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)).sum().item()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tensors by their bits, whatever they are in."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """All but what was measured by a clock."""
     times = ("runtime", "per_second", "preparation_time")

@@ -65,19 +65,10 @@ SIGHT = {**ENCODER, "image_size": 8, "patch_size": 4}
 del SIGHT["vocab_size"], SIGHT["max_position_embeddings"]
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    return made(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        vocab_size=VOCAB,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
+def gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_layer": layers, "n_head": 4}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return made("GPT2LMHeadModel", "GPT2Config", **sizes, **rates)
 
 
 def llama() -> nn.Module:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from tests.model.hub import bert, gpt2, llama, t5
+from tests.pipelines import assert_same_gradients
 from tests.run.forked import Launch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -55,13 +56,6 @@ def own_loop(model: nn.Module, inputs: dict[str, Any], count: Count, total: int 
             found = model(**part)
             loss = found if isinstance(found, Tensor) else found.loss
             (loss * (count(part) / total)).backward()
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (plain.grad is None), name
-        if ours.grad is not None and plain.grad is not None:
-            assert torch.equal(ours.grad, plain.grad), name
 
 
 MODELS: list[tuple[Callable[[], nn.Module], Count, int]] = [

@@ -75,7 +75,6 @@ def test_what_is_only_read_or_written_or_set_once_does_no_harm(kind: str) -> Non
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     ours, theirs = Stateful(kind), Stateful(kind)
     theirs.load_state_dict(ours.state_dict())
-    torch.set_num_threads(1)
     with pipeline(ours) as pipe:
         for temperature in (1.0, 0.5):  # a callback of the user's
             ours.temperature = theirs.temperature = temperature
@@ -270,7 +269,6 @@ def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(
         for model in models:
             model(x)
     ours, theirs = models
-    torch.set_num_threads(1)
     with pipeline(ours) as pipe:
         for _ in range(2):
             pipe.step(x, y)

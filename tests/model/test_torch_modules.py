@@ -39,7 +39,6 @@ def differs(module: nn.Module, use: Use, schedule: str = "1f1b", remat: Any = "n
     with torch.no_grad():
         model.eval()(x)
     plain = copy.deepcopy(model.train())
-    torch.set_num_threads(1)
     losses: list[Tensor] = []
     with gapless.Pipeline(
         model,

@@ -15,6 +15,7 @@ from gapless.plan.profile.machine import Mesh
 from gapless.plan.search.search import search
 from gapless.plan.search.search_options import SearchOptions
 from gapless.zoo.emulated import Emulated
+from tests.pipelines import assert_same_gradients
 from tests.plan import profiles
 
 WIDTH, SAMPLES = 8, 8
@@ -69,10 +70,7 @@ def test_a_pipeline_takes_it_as_it_is(plan: Plan, samples: int) -> None:
         loss = pipe.step(x, y).loss
     gapless.plain_step(plain, x, y, microbatches=4, loss=F.mse_loss)
     assert loss is not None
-    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(ours, plain)
 
 
 def test_what_a_plan_says_need_not_be_said_again_but_may_be(plan: Plan) -> None:
@@ -155,10 +153,7 @@ def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
         assert len(pipe.devices) == found.num_devices
         pipe.step(*batch())
     gapless.plain_step(plain, *batch(), microbatches=2, loss=F.mse_loss)
-    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(ours, plain)
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
-"""AmoebaNet has the published numbers of parameters, and gives the same bits in stages."""
+"""AmoebaNet has the published numbers of parameters."""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gapless.zoo.amoebanet import amoebanet
-from tests.zoo.training import Subject, assert_same_steps, in_stages, plainly
 
 
 @pytest.mark.parametrize(("filters", "millions"), [(208, 82), (416, 318)])
@@ -28,12 +26,3 @@ def test_any_size_of_image_goes_through(size: int) -> None:
 def test_sizes_that_it_can_not_have_are_refused(options: dict[str, Any], way_out: str) -> None:
     with pytest.raises(ValueError, match=f"choose .*{way_out}"):
         amoebanet(**options)
-
-
-def test_in_stages_it_gives_the_bits_of_the_plain_loop() -> None:
-    subject = Subject(
-        make=lambda: amoebanet(cells=3, filters=8, classes=5, dropout=0.1),
-        batch=lambda: (torch.randn(8, 3, 32, 32), torch.randint(5, (8,))),
-        loss=F.cross_entropy,
-    )
-    assert_same_steps(in_stages(subject, devices=3, schedule="zb-h1", remat="none"), plainly(subject))

@@ -1,4 +1,4 @@
-"""The encoder-decoder of the zoo masks what is not there, learns, and gives the same bits in stages, by trace."""
+"""The encoder-decoder of the zoo masks what is not there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.zoo.transformer import transformer, translation_loss
-from tests.zoo.training import CASES, Step, Subject, assert_learns_by_heart, assert_same_steps, in_stages, plainly
+from gapless.zoo.transformer import transformer
 
 
 def sentences(samples: int = 8) -> tuple[Any, Tensor]:
@@ -17,26 +16,6 @@ def sentences(samples: int = 8) -> tuple[Any, Tensor]:
     source, target = torch.randint(1, 13, (samples, 7)), torch.randint(1, 13, (samples, 5))
     source[:, 5:] *= torch.randint(2, (samples, 2))
     return (source, target), target.roll(-1, 1)
-
-
-SUBJECT = Subject(
-    make=lambda: transformer(vocab=13, width=8, depth=1, heads=2, context=8, dropout=0.1),
-    batch=sentences,
-    loss=translation_loss,
-)
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[Step]:
-    return plainly(SUBJECT)
-
-
-@pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
-def test_in_stages_it_gives_the_bits_of_the_plain_loop(
-    schedule: str, devices: int, remat: Any, plain: list[Step]
-) -> None:
-    assert_same_steps(in_stages(SUBJECT, devices=devices, schedule=schedule, remat=remat), plain)
 
 
 def test_no_token_of_the_target_sees_a_later_one() -> None:
@@ -55,13 +34,6 @@ def test_padding_of_the_source_is_not_seen() -> None:
     source, target = torch.randint(1, 13, (2, 5)), torch.randint(1, 13, (2, 4))
     padded = torch.cat([source, torch.zeros(2, 2, dtype=torch.long)], 1)
     assert torch.allclose(model(source, target), model(padded, target), atol=1e-5)
-
-
-def test_it_learns_a_translation_by_heart() -> None:
-    torch.manual_seed(0)
-    model = transformer(vocab=13, width=32, depth=1, heads=2, context=8)
-    (source, target), goal = sentences(4)
-    assert_learns_by_heart(model, (source, target), goal, translation_loss)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +78,3 @@ def test_two_cures_for_depth() -> None:
         assert torch.equal(ours, theirs / 2 if ".network." in name else theirs), name
     (source, target), _ = sentences(4)
     assert model(source, target).abs().max() <= 0.3 < plain(source, target).abs().max()
-
-
-@pytest.mark.slow
-def test_with_one_vocabulary_it_gives_the_bits_of_the_plain_loop_too() -> None:
-    subject = Subject(make=cured, batch=sentences, loss=translation_loss)
-    assert_same_steps(in_stages(subject, devices=2, schedule="1f1b", remat="none"), plainly(subject))

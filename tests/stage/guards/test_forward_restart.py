@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gapless
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.stage import Stage
+from tests.pipelines import assert_same_gradients
 
 M = 4
 
@@ -151,10 +152,7 @@ def compare(model: nn.Sequential, schedule: str, steps: int, **options: Any) -> 
             pipe.step(x, y)
             plain(reference, x, y, step)
             assert states(model) == states(reference), step
-            for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert ours.grad is not None
-                assert theirs.grad is not None
-                assert torch.equal(ours.grad, theirs.grad), (step, name)
+            assert_same_gradients(model, reference, f"step {step}")
 
 
 def model_of(way: Any, start: int, **options: Any) -> nn.Sequential:

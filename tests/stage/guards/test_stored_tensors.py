@@ -15,6 +15,7 @@ import gapless
 from gapless.errors import GaplessError
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.guards.tripwire import Tripwire
+from tests.pipelines import assert_same_gradients
 
 WIDTH = 6
 
@@ -101,8 +102,7 @@ def test_what_is_stored_and_read_in_one_place_is_exact() -> None:
         loss = F.mse_loss(plain(part), goal) + other.aux
         assert torch.equal(losses[number], loss)
         (loss * 0.25).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    assert_same_gradients(model, plain)
 
 
 def test_storing_alone_is_nobodys_business_and_can_be_logged_after_the_step() -> None:

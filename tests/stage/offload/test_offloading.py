@@ -17,6 +17,7 @@ import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.stage.offload.host_link import CpuLink
 from gapless.stage.stage import Stage
+from tests.pipelines import assert_same_gradients
 from tests.run.forked import Launch
 
 WIDTH, MICROBATCHES = 40, 6  # a microbatch has 4,800 bytes
@@ -53,13 +54,6 @@ def loop(plain: nn.Module, steps: int, context: Callable[[], Any]) -> list[Tenso
     return losses
 
 
-def assert_same(ours: nn.Module, plain: nn.Module) -> None:
-    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None, name
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad), name
-
-
 CASES = [
     ("gpipe", "none", False),
     ("1f1b", "none", True),
@@ -87,7 +81,7 @@ def test_gradients_and_losses_are_those_of_the_plain_loop(schedule: str, remat: 
                 found += pipe.step(X, Y).losses
         pipe.evaluate(X, Y)
     assert all(map(torch.equal, found, loop(plain, 2, context)))
-    assert_same(ours, plain)
+    assert_same_gradients(ours, plain)
 
 
 class Spy(nn.Module):
@@ -129,7 +123,7 @@ def test_what_is_in_the_hosts_memory_is_free_on_the_device(split: bool, remat: A
     assert grad is not None
     assert x.grad is not None
     assert torch.equal(grad, x.grad)
-    assert_same(nn.Sequential(*stage.layers), nn.Sequential(*plain))
+    assert_same_gradients(nn.Sequential(*stage.layers), nn.Sequential(*plain))
 
 
 def test_a_storage_leaves_once_and_weights_and_inputs_stay() -> None:
@@ -195,7 +189,7 @@ def test_after_a_step_that_fails_the_next_one_has_the_bits_of_the_loop() -> None
         ours.zero_grad()
         pipe.step(X, Y)
     loop(plain, 1, lambda: torch.autocast("cpu", enabled=False))
-    assert_same(ours, plain)
+    assert_same_gradients(ours, plain)
 
 
 class Changes(nn.Module):

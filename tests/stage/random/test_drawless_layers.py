@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.stage.random.drawless_layers import Unwatched
+from tests.pipelines import assert_same_gradients
 
 STEPS, LATE = 5, 3
 
@@ -72,8 +73,7 @@ def training(model: nn.Sequential, change: Callable[[nn.Sequential], None], **op
                 (one * (2 / 6)).backward()
                 total = total + one.detach() * (2 / 6)
             assert torch.equal(total, loss), step  # type: ignore[arg-type]
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(ours.grad, theirs.grad), step  # type: ignore[arg-type]
+            assert_same_gradients(model, plain, f"step {step}")
 
 
 def begins(model: nn.Sequential) -> None:

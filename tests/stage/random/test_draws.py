@@ -16,6 +16,7 @@ from gapless.stage.batch.plain import plain_step
 from gapless.stage.random.random_calls import RANDOM, RECURRENT
 from gapless.stage.random.seeds import seed_of
 from gapless.stage.split.call_table import TABLE
+from tests.pipelines import assert_same_gradients
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square, run_step
 
 
@@ -211,7 +212,4 @@ def test_a_generator_of_a_layers_own_draws_as_in_the_plain_loop(schedule: str, r
             pipe.step(x, x)
             for part in x.tensor_split(3):
                 (F.mse_loss(plain(part), part) * (1 / 3)).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, plain)

@@ -165,7 +165,10 @@ def computes_for_long() -> None:
         model[dist.get_rank()].seconds = 2.0 * dist.get_rank()  # type: ignore[assignment]
         pipe.step(X, Y)
         say("asleep")
-        time.sleep(1.2)
+        last = time.monotonic()
+        while time.monotonic() - last < 1.0:  # until it was stopped and goes on
+            last = time.monotonic()
+            time.sleep(0.01)
         pipe.step(X, Y)
     say("fine")
     dist.barrier()  # rank 0 holds the store
@@ -211,7 +214,7 @@ def stays_in_a_layer() -> None:
     fragile = model[0]
     assert isinstance(fragile, Fragile)
     if dist.get_rank() == 0:
-        fragile.arm("F", 1, seconds=0.3)
+        fragile.arm("F", 1, seconds=1.5)  # by then the other is in its layer
     model[1].seconds = 100.0  # type: ignore[assignment]
     pipe.step(X, Y)
 
@@ -293,6 +296,8 @@ def fails_everywhere() -> None:
                     say("did not raise")
                 except (BoomError, gapless.GaplessError):
                     say(traceback.format_exc())
+                with pytest.raises(TransportError, match="closed the connections between the ranks"):
+                    pipe.step(X, Y)
             assert not all_threads()
             dist.barrier()
     leave()
@@ -479,17 +484,24 @@ def test_differences_are_named_with_their_place() -> None:
 
 def is_terminated(kind: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    heard = threading.Event()
+
+    def mine(*_: Any) -> None:
+        say("my own")
+        heard.set()
+
     if kind == "own":
-        signal.signal(signal.SIGTERM, lambda *_: say("my own"))
-        mine = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, mine)
     with pipeline(nn.Sequential(*(Slow(0.01) for _ in range(3)))) as pipe:
         if kind == "own":
             assert signal.getsignal(signal.SIGTERM) is mine
         try:
-            for number in range(30 if kind == "own" else 10000):
+            for number in range(5 if kind == "own" else 10000):
                 pipe.step(X, Y)
                 if number == 0:
                     say("ready")
+                while number == 2 and kind == "own" and dist.get_rank() == 1 and not heard.is_set():
+                    time.sleep(0.01)
                 pipe.clip_grad_norm_(1.0)
                 if kind == "asks" and pipe.stopping:
                     assert len(pipe.state_dict()) == 6  # whole, so that it can be saved
@@ -499,6 +511,8 @@ def is_terminated(kind: str) -> None:
             raise
         say(f"{pipe.steps} steps")
     assert signal.getsignal(signal.SIGTERM) is (mine if kind == "own" else signal.SIG_DFL)
+    dist.barrier()  # rank 0 holds the store
+    leave()
 
 
 @pytest.mark.parametrize(
@@ -524,7 +538,7 @@ def test_a_handler_of_the_users_own_is_left_alone(server: Server, tmp_path: Path
         crew.wait_for("ready")
         crew.signal(1, signal.SIGTERM)
         assert crew.ended() == {0: 0, 1: 0}, crew.everything()
-        assert [crew.said(rank) for rank in range(2)] == ["ready\n30 steps\n", "ready\nmy own\n30 steps\n"]
+        assert [crew.said(rank) for rank in range(2)] == ["ready\n5 steps\n", "ready\nmy own\n5 steps\n"]
 
 
 # -- the log and the ports ---------------------------------------------------------------------------------------------
