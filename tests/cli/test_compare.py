@@ -96,7 +96,7 @@ def test_only_those_that_are_named(gapless: Command) -> None:
 
 
 def test_schedules_in_files_are_ranked_beside_others(gapless: Command, tmp_path: Path) -> None:
-    files = {}
+    files: dict[str, Path] = {}
     for words in ("zb-h1", "pipedream", "zb-h1 --devices 3"):
         files[words] = tmp_path / f"{len(files)}.txt"
         files[words].write_text(gapless(f"show {words} --format text").out)
