@@ -172,7 +172,8 @@ class Layout:
     offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host
         memory; with `plan = "auto"` a single word, and the plan chooses what leaves | none
     overlap = "auto"  an optimizer step that does not wait for the other devices: `true`, `false`, or `"auto"`, where
-        all devices are CPUs, `train.precision` is `float32` and the optimizer is torch's. The results are the same
+        the schedule gains by it (`zb-h2`, `zb-v`, `auto`), all devices are CPUs without a limit in `memory`,
+        `train.precision` is `float32` and the optimizer is torch's. The results are the same
     threads = 1  CPU threads of each device. The last bits of a number may depend on it
         | the cores of the machine, shared by its devices; a resumed run keeps what it had
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
