@@ -176,7 +176,8 @@ def replicas_train() -> None:
     for overlaps in (True, False):
         with gapless.Pipeline(run.model(), mesh=mesh, schedule="zb-h2", microbatches=4, loss=F.mse_loss) as pipe:
             optimizer, _ = run.optimizer_of(pipe.parameters())
-            training = pipe.training(optimizer, max_norm=1.0) if overlaps else None
+            scaler = torch.amp.GradScaler("cpu", 2.0**10)  # a power of two leaves the bits as they are
+            training = pipe.training(optimizer, max_norm=1.0, scaler=scaler) if overlaps else None
             for step in range(8):
                 batch = run.batch(2 * step + mesh.get_local_rank("dp"))
                 if training is not None:
