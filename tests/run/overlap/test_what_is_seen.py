@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
+from gapless.errors import ConfigError
 from gapless.schedule.lower import consecutive
 from tests.measured_picture import three_steps
 from tests.run.forked import Launch
@@ -175,7 +176,8 @@ def replicas_train() -> None:
     for overlaps in (True, False):
         with gapless.Pipeline(run.model(), mesh=mesh, schedule="zb-h2", microbatches=4, loss=F.mse_loss) as pipe:
             optimizer, _ = run.optimizer_of(pipe.parameters())
-            training = pipe.training(optimizer, max_norm=1.0) if overlaps else None
+            scaler = torch.amp.GradScaler("cpu", 2.0**10)  # a power of two leaves the bits as they are
+            training = pipe.training(optimizer, max_norm=1.0, scaler=scaler) if overlaps else None
             for step in range(8):
                 batch = run.batch(2 * step + mesh.get_local_rank("dp"))
                 if training is not None:
@@ -203,3 +205,29 @@ def test_timelines_of_consecutive_steps_are_joined_to_the_schedule_of_all_of_the
         assert all(start <= end for start, end in zip(starts, ends, strict=True))
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
     assert sum(action.kind.value == "V" for action, _, _ in found.all_spans) == 6
+
+
+class Late(nn.Module):
+    """Counts samples that are far off, of which there are none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.far.extend([True] * int((x.detach().abs() > 50).sum()))
+        return x * (1 + 0.01 * len(self.far))
+
+
+def test_a_layer_that_changes_what_it_holds_late_is_refused_if_its_forwards_run_again() -> None:
+    """Nobody looked at what it holds when they ran first."""
+    run = Run(2, schedule="gpipe", large=(5,), scheduled=False)
+    with gapless.Pipeline(
+        nn.Sequential(Late(), *run.model()), devices=4, schedule="gpipe", microbatches=4, loss=F.mse_loss
+    ) as pipe:
+        training = pipe.training(run.optimizer_of(pipe.parameters())[0], max_norm=3.0)
+        for step in range(6):
+            training.step(*run.batch(step))
+        x, y = run.batch(6)
+        with pytest.raises(ConfigError, match="a layer has changed something in them for the first time"):
+            assert training.step(100 * x, y).norm is None

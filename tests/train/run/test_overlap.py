@@ -136,8 +136,8 @@ def test_where_it_does_not_run_steps_wait_and_asking_for_it_says_why(tmp_path: P
         read_config(file, ["pipeline.overlap=true", "train.precision=fp16"])
     with pytest.raises(ConfigError, match=r"pipeline\.overlap is 'maybe', but it must be true, false or 'auto'"):
         read_config(file, ["pipeline.overlap=maybe"])
-    for setting in ("train.precision=fp16", "train.precision=bf16", "pipeline.devices=1"):
-        config = read_config(file, [setting, "pipeline.schedule=1f1b"])
+    for settings in (["train.precision=fp16"], ["train.precision=bf16"], ["pipeline.schedule=1f1b"]):
+        config = read_config(file, ["pipeline.schedule=zb-h2", "pipeline.overlap=auto", *settings])
         job = build(config)
         with job.pipeline(None) as pipe:
             assert make_trainer(config, job, pipe).training is None

@@ -101,7 +101,7 @@ class PartUpdates:
             raise RESTARTED_FORWARDS.refusal(
                 "a step was clipped or left out after forwards of the next one had begun, and a layer has changed "
                 "something in them for the first time that is no buffer",
-                f"{RESTARTED_FORWARDS.way_out}, or use pipe.step and optimizer.step()",
+                f"{RESTARTED_FORWARDS.way_out}, or use pipe.step and optimizer.step() (in a config: overlap = false)",
             )
         program.drop_forwards(device)
         self.drop(step)

@@ -172,7 +172,8 @@ class Layout:
     offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what is kept in host
         memory meanwhile; with `plan = "auto"` a single word, and the plan chooses the stages | none
     overlap = "auto"  an optimizer step that does not wait for the other devices: `true`, `false`, or `"auto"`, on if
-        all devices are CPUs, `train.precision` is `float32` and the optimizer is torch's. The results are the same
+        the schedule gains by it (`zb-h2`, `zb-v`, `auto`), all devices are CPUs without a limit in `memory`,
+        `train.precision` is `float32` and the optimizer is torch's. The results are the same
     threads = 1  CPU threads of each device. The last bits of results may depend on it
         | the cores of the machine divided by its devices; a resumed run keeps its number
     timeout = 120  under torchrun: seconds without a heartbeat or progress of a rank before all ranks give up

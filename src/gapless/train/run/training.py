@@ -18,6 +18,7 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Progress
 from gapless.schedule.recipes import find_recipe
+from gapless.schedule.simulate import simulate
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.offload.optimizer_state import offload_optimizer
 from gapless.train.config import user_code as own
@@ -199,9 +200,9 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
 
 
 def _overlapped(config: Config, pipe: Pipeline, optimizer: Optimizer, scheduler: Any) -> OverlappedTraining | None:
-    """The optimizer step that does not wait, where it is asked for, or is sure to run and may help. On GPUs what it
-    keeps of weights and state could be too much, autocast keeps casts of weights, and an optimizer that is not torch's
-    may need all parameters at once.
+    """The optimizer step that does not wait, where it is asked for, or is sure to run and may help. On GPUs, or within
+    a limit, what it keeps of weights and state could be too much, autocast keeps casts of weights, and an optimizer
+    that is not torch's may need all parameters at once.
     """
     make = partial(pipe.training, optimizer, max_norm=config.train.clip, scheduler=scheduler)
     if config.pipeline.overlap != "auto":
@@ -209,7 +210,8 @@ def _overlapped(config: Config, pipe: Pipeline, optimizer: Optimizer, scheduler:
     own_step = type(optimizer).__module__.startswith("torch.optim.")
     known = {*pipe.parameters()}.issuperset(each for group in optimizer.param_groups for each in group["params"])
     plain = config.train.precision == "float32" and all(device.type == "cpu" for device in pipe.devices)
-    if not (own_step and known and plain and pipe.schedule.num_stages > 1):
+    timeline = simulate(pipe.schedule)
+    if not (own_step and known and plain and config.pipeline.memory is None and timeline.span < timeline.makespan):
         return None
     try:
         return make()
