@@ -1,6 +1,7 @@
 """The models that the tests of a pipeline train, and the one comparison they make: with the plain loop, every bit."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -258,6 +259,11 @@ def assert_same_gradients(model: nn.Module | list[Any], reference: nn.Module | l
         if ours.grad is not None and plain.grad is not None:
             assert_same(ours.grad, plain.grad, name)
             assert places.setdefault(ours.grad.data_ptr(), number) == number, f"{name} shares its gradient"
+
+
+def alive(name: str = "gapless") -> list[str]:
+    """Threads of pipelines, or of something else that begins with this name."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
 def schedule_named(name: str, devices: int, microbatches: int) -> str | Schedule:

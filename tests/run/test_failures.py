@@ -20,7 +20,7 @@ from gapless.errors import ConfigError, PartitionError, ScheduleError
 from gapless.stage.devices import torch_devices
 from gapless.stage.split.deferred import defer
 from gapless.stage.stage import Remat
-from tests.pipelines import Do, assert_same, assert_same_gradients, mlp, schedule_named
+from tests.pipelines import Do, alive, assert_same, assert_same_gradients, mlp, schedule_named
 from tests.programs import Programs
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
@@ -271,10 +271,6 @@ class Fragile(nn.Module):
 
 def model_of(devices: int) -> list[nn.Module]:
     return [layer for _ in range(devices) for layer in (nn.Linear(6, 6), Fragile())]
-
-
-def alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
 KINDS = {"F": ("1f1b", "none"), "B": ("1f1b", "none"), "I": ("apart", "none"), "W": ("apart", "none")}

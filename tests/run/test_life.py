@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.schedule.recipes import RECIPES
 from gapless.stage.stage import Remat
-from tests.pipelines import Do, assert_same, assert_same_gradients, mlp, schedule_named
+from tests.pipelines import Do, alive, assert_same, assert_same_gradients, mlp, schedule_named
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
@@ -27,10 +27,6 @@ X, Y = torch.randn(8, 6), torch.randn(8, 6)
 def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
     asked: dict[str, Any] = {"devices": 2, "microbatches": 4, "loss": F.mse_loss, **options}
     return gapless.Pipeline(mlp() if model is None else model, **asked)
-
-
-def alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
 def resident() -> int:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, TransportError
+from tests.pipelines import alive
 from tests.run.forked import Launch
 
 
@@ -70,7 +71,7 @@ def several() -> None:
     for each in (refused, interrupted):
         each()
         dist.barrier()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+    assert not alive()
 
 
 def test_what_is_refused_or_interrupted_ends_on_every_rank(launch: Launch) -> None:
@@ -80,7 +81,7 @@ def test_what_is_refused_or_interrupted_ends_on_every_rank(launch: Launch) -> No
 def left_open() -> None:
     """A pipeline that is dropped, or still there when the program ends."""
     pipeline().step(X, Y)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+    assert not alive()
     mine: Callable[..., Any] = pipeline().step
     mine(X, Y)
     sys.modules["__main__"].__dict__["kept"] = mine

@@ -6,7 +6,6 @@ Processes are expensive to start, so each launch runs many settings, one after a
 import copy
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import prepare_gapless
 from benchmarks.runner.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
+from tests.pipelines import alive
 from tests.run.forked import Launch
 from tests.run.streams import reference
 from tests.run.streams.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
@@ -153,7 +153,7 @@ def semantics() -> None:
     traced()
     saved()
     benchmarked()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+    assert not alive()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -360,7 +360,7 @@ def faults() -> None:
     ):
         each()
         dist.barrier()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+    assert not alive()
 
 
 def test_whatever_happens_on_one_rank_all_of_them_stop_in_order(launch: Launch) -> None:

@@ -17,10 +17,10 @@ from gapless.errors import TransportError
 from gapless.run.ranks import many_processes as ranks_module
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.ring import encoded
-from tests.pipelines import Do
+from tests.pipelines import Do, alive
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch
-from tests.run.ranks.watch.test_watch import X, Y, all_threads, pipeline, say
+from tests.run.ranks.watch.test_watch import X, Y, pipeline, say
 
 
 class SilentError(Exception):
@@ -141,7 +141,7 @@ def can_not_connect() -> None:
         pipeline()
     except OSError as error:
         say(f"refused: {error}")
-        assert not all_threads(), all_threads()
+        assert not alive(), alive()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         time.sleep(1.0)
         os._exit(3)

@@ -30,7 +30,7 @@ from gapless.run.ranks.timing import stragglers
 from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.ring import pairs
 from gapless.run.ranks.wire.call_stamp import differences
-from tests.pipelines import Do, schedule_named
+from tests.pipelines import Do, alive, schedule_named
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch
 from tests.run.test_failures import BoomError, Fragile, model_of
@@ -49,10 +49,6 @@ def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
 
 def say(words: str) -> None:
     os.write(1, f"{words}\n".encode())  # in one piece: ranks share what they write to
-
-
-def all_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
 # -- a rank dies -------------------------------------------------------------------------------------------------------
@@ -298,7 +294,7 @@ def fails_everywhere() -> None:
                     say(traceback.format_exc())
                 with pytest.raises(TransportError, match="closed the connections between the ranks"):
                     pipe.step(X, Y)
-            assert not all_threads()
+            assert not alive()
             dist.barrier()
     leave()
 
@@ -452,7 +448,7 @@ def disagrees() -> None:
         assert str(caught.value).startswith("the ranks disagree: "), str(caught.value)
         assert words in str(caught.value), str(caught.value)
         torch.__version__ = version
-        assert not all_threads(), all_threads()
+        assert not alive(), alive()
     with pytest.raises(PartitionError if me == 2 else TransportError) as refused:  # an error of one rank's own
         pipeline(mesh=meshes["pp",], partition=[1, 1, 1] if me == 2 else None)
     if me != 2:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.run.streams.replicas.order import Order
-from tests.pipelines import Do, mlp
+from tests.pipelines import Do, alive, mlp
 
 SEED = 7
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -281,10 +281,6 @@ class BoomError(Exception):
     pass
 
 
-def alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless replica")]
-
-
 def test_a_failure_in_a_replica_stops_all_and_names_the_minibatch() -> None:
     data = batches(20)
     data[7][0].fill_(float("inf"))
@@ -303,7 +299,7 @@ def test_a_failure_in_a_replica_stops_all_and_names_the_minibatch() -> None:
         assert note.startswith("gapless: raised in replica ")
         assert ", minibatch 7; the model has had " in note
         assert 7 not in seen
-        assert alive() == []
+        assert alive("gapless replica") == []
         order = asp.order
         assert len(order.applies) == asp.updates
         assert len(list(asp.run(data[:6]))) == 6  # a later run works again
@@ -337,7 +333,7 @@ def test_an_error_of_the_loader_comes_through_and_leaves_no_thread() -> None:
     with gapless.AsyncReplicas(mlp(), replicas=2, loss=F.mse_loss, optimizer=sgd) as asp:
         with pytest.raises(BoomError):
             list(asp.run(loader()))
-        assert alive() == []
+        assert alive("gapless replica") == []
 
 
 def test_leaving_the_loop_stops_the_threads_and_the_order_can_be_replayed() -> None:
@@ -347,10 +343,10 @@ def test_leaving_the_loop_stops_the_threads_and_the_order_can_be_replayed() -> N
     options: dict[str, Any] = {"replicas": 2, "loss": F.mse_loss, "optimizer": sgd, "seed": SEED}
     with gapless.AsyncReplicas(model, **options) as asp, gapless.AsyncReplicas(again, **options) as other:
         for result in asp.run(data):
-            assert len(alive()) == 2
+            assert len(alive("gapless replica")) == 2
             if result.minibatch >= 5:
                 break
-        assert alive() == []
+        assert alive("gapless replica") == []
         begun = asp.minibatches
         assert len(asp.order.applies) == asp.updates >= 4
         list(other.replay(asp.order, data))
@@ -371,7 +367,7 @@ def test_ctrl_c_and_the_end_of_the_context_stop_the_threads() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert alive() == []
+    assert alive("gapless replica") == []
     assert list(results) == []
     with pytest.raises(gapless.GaplessError, match="the replicas are closed; make new ones"):
         asp.run(batches(1))
@@ -390,7 +386,7 @@ def test_ctrl_c_while_it_waits_for_a_result_stops_the_threads() -> None:
     with gapless.AsyncReplicas(model, replicas=1, loss=F.mse_loss, optimizer=sgd) as asp:
         with pytest.raises(KeyboardInterrupt):
             list(asp.run(batches(20)))
-        assert alive() == []
+        assert alive("gapless replica") == []
         assert asp.updates < 20
         assert len(list(asp.run(batches(1)))) == 1
 

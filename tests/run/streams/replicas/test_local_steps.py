@@ -1,7 +1,6 @@
 """Replicas that step alone and average their weights: to the bit what one loop does for one replica after another."""
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from tests.pipelines import mlp
+from tests.pipelines import alive, mlp
 from tests.run.streams.replicas.test_asp import SEED, Make, adam, batches, sgd
 
 
@@ -138,7 +137,7 @@ def test_after_a_failure_the_model_has_the_last_average() -> None:
         with pytest.raises(gapless.GaplessError, match="is not finite, with a loss of nan") as caught:
             list(asp.run(data))
         assert "in replica 0, minibatch 6" in caught.value.__notes__[0]
-        assert not [each for each in threading.enumerate() if each.name.startswith("gapless replica")]
+        assert not alive("gapless replica")
     Sequential(theirs, 2, sgd).run(data[:4], 2)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -149,7 +148,7 @@ def test_leaving_the_loop_stops_the_threads() -> None:
         for result in asp.run(batches(30)):
             if result.minibatch == 3:
                 break
-        assert not [each for each in threading.enumerate() if each.name.startswith("gapless replica")]
+        assert not alive("gapless replica")
         assert len(list(asp.run(batches(6)))) == 6
 
 

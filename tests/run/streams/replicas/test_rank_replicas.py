@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 import gapless
 from gapless.errors import ConfigError, TransportError
 from gapless.run.streams.replicas.order import Order
-from tests.pipelines import Do, mlp
+from tests.pipelines import Do, alive, mlp
 from tests.run.forked import Launch
 from tests.run.streams.replicas import test_asp, test_local_steps
 from tests.run.streams.replicas.test_asp import SEED, Make, adam, assert_same_state, halving, in_backward, made, sgd
@@ -260,10 +260,6 @@ def test_weights_are_those_of_a_loop_that_does_the_same(ranks: int, launch: Laun
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
-
-
-def alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
 def after(count: int, do: Callable[[], object]) -> nn.Module:
