@@ -132,8 +132,11 @@ def test_a_loss_that_is_not_finite_is_left_out_though_its_gradients_are(tmp_path
 
 def test_where_it_does_not_run_steps_wait_and_asking_for_it_says_why(tmp_path: Path) -> None:
     file = write(tmp_path)
-    with pytest.raises(ConfigError, match=r"pipeline\.overlap is true, but train\.precision is fp16, whose scaler"):
-        read_config(file, ["pipeline.overlap=true", "train.precision=fp16"])
+    for low in ("fp16", "bf16"):
+        with pytest.raises(
+            ConfigError, match=rf"pipeline\.overlap is true, but train\.precision is {low}, which keeps"
+        ):
+            read_config(file, ["pipeline.overlap=true", f"train.precision={low}"])
     with pytest.raises(ConfigError, match=r"pipeline\.overlap is 'maybe', but it must be true, false or 'auto'"):
         read_config(file, ["pipeline.overlap=maybe"])
     for settings in (["train.precision=fp16"], ["train.precision=bf16"], ["pipeline.schedule=1f1b"]):

@@ -144,8 +144,11 @@ def _contradictions(config: Config) -> Iterator[str]:
                 yield f"pipeline.{key} is given, but plan = 'auto' chooses it: leave one of them out"
         if isinstance(layout.offload, tuple):
             yield "pipeline.offload lists stages, but plan = 'auto' chooses them: write offload = 'activations'"
-    if layout.overlap is True and config.train.precision == "fp16":
-        yield "pipeline.overlap is true, but train.precision is fp16, whose scaler must see all gradients: use bf16"
+    if layout.overlap is True and (precision := config.train.precision) != "float32":
+        yield (
+            f"pipeline.overlap is true, but train.precision is {precision}, which keeps casts of the weights, so every "
+            "step would wait: leave one of them out"
+        )
     if rate.name not in tables.OUR_RATES:
         for key, usual in (("warmup", 0), ("steps", None), ("floor", 0.0)):
             if getattr(rate, key) != usual:
