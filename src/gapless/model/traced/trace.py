@@ -240,6 +240,8 @@ def _refusal(model: nn.Module, error: Exception, names: Iterable[str]) -> str:
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "fake tensor in the exported program constant" in message:
         message = "it uses .data of a tensor, which no trace can follow: use .detach() in its place"
+    if re.match("Could not (guard on|extract specialized integer from) data-dependent expression", message):
+        message = "it branches on the value of a tensor, or makes a Python number of it, which no trace can follow"
     if meant := misspelt(model, names):
         message = f"{meant} ({message})"
     wanted = switches(model)
