@@ -92,7 +92,7 @@ _TABLE = (
     Recipe(
         "zb-h2", "line", "span max(0, (K-1)(f+i-2w))", "2K-1", "pays off without a flush", _plain(zero_bubble.zb_h2)
     ),
-    Recipe("zb-v", "vee", "(K-1)f/2 at f=i=w", "K", "span bubble 0 at equal costs", _plain(vee.zb_v), (2,)),
+    Recipe("zb-v", "vee", "(K-1)f/2 at f=i=w, M>=3K/2", "K", "span bubble 0 at equal costs", _plain(vee.zb_v), (2,)),
     Recipe("v-half", "vee", "about half of 1f1b's", "(K+2)/2", "half the memory", _costed(vee.v_half), (2,)),
     Recipe("v-min", "vee", "about 2/3 of 1f1b's", "(K+4)/3", "a third of the memory", _costed(vee.v_min), (2,)),
     Recipe("dualpipe-v", "vee", "as zb-v, run serially", "K+1/2", "F and B may overlap", _plain(vee.dualpipe_v), (2,)),
