@@ -16,6 +16,7 @@ from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.checks import check_data
 from gapless.pipeline.arguments.habits import explained, not_here
 from gapless.pipeline.arguments.training_arguments import Asked
+from gapless.pipeline.arguments.training_habits import refuse_clipping
 from gapless.pipeline.options import Options
 from gapless.pipeline.overlapped_training import OverlappedTraining
 from gapless.pipeline.saved.pretrained_folder import save_folder
@@ -175,6 +176,8 @@ class HeldModel:
         before clipping.
         """
         self._settle()
+        if self._training is not None and self._training.is_open:
+            raise refuse_clipping()
         module = self._staged.module
         parameters = [*module.parameters(), *own_parameters(self._options.loss, module)]
         return self._world.clip(parameters, max_norm, norm_type)

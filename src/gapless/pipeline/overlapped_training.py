@@ -19,6 +19,7 @@ from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.checks import check_step, scaled
 from gapless.pipeline.arguments.habits import batch_of
 from gapless.pipeline.arguments.training_arguments import Asked, check_parameters, check_training
+from gapless.pipeline.arguments.training_habits import TrainingHabits, refuse
 from gapless.pipeline.options import Options
 from gapless.pipeline.result import PendingResult, Result
 from gapless.pipeline.short_tracebacks import short_tracebacks
@@ -81,10 +82,11 @@ class OverlappedTraining:
         # Torch's own take each parameter by itself.
         self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.here) > 1
         self._hooks = [
-            optimizer.register_step_pre_hook(_refuse_step),
+            optimizer.register_step_pre_hook(refuse),
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
+        self._habits = TrainingHabits(optimizer, asked.scheduler, self.settle)
 
     def _made(self, check: Check) -> "ThreadSteps | RankSteps":
         if isinstance(self._world, OneProcess):
@@ -115,6 +117,7 @@ class OverlappedTraining:
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps
         try:
+            self._habits.check(under_way=bool(self._under_way))
             if steps.is_running and (settings() != self._settings or not pipe._goes_on(inputs, target, cut)):
                 steps.settle()
             under_way = any(updates for _, _, updates in self._under_way.values())
@@ -167,8 +170,14 @@ class OverlappedTraining:
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""
         self.settle()
-        for hook in self._hooks:
-            hook.remove()
+        self._habits.end()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the optimizer is still stepped here."""
+        return bool(self._hooks)
 
     def __enter__(self) -> Self:
         return self
@@ -176,6 +185,10 @@ class OverlappedTraining:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
+
+    def _before_load(self, *_: Any) -> None:
+        self.settle()
+        self._habits.loaded()
 
     def _take_setting(self) -> Setting:
         self._groups = groups_now(self._optimizer)
@@ -224,7 +237,7 @@ class OverlappedTraining:
             self._scaler.settle(overflowed=verdict.overflowed)
         if verdict is not None and not verdict.skips and self._scheduler is not None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step says to schedulers
-            self._scheduler.step()
+            self._habits.step_scheduler()
         del self._under_way[number]
 
     def _give_up(self, error: BaseException) -> None:
@@ -233,9 +246,3 @@ class OverlappedTraining:
         finally:
             self._pipe.steps = min(self._under_way, default=self._pipe.steps)
             self._under_way.clear()
-
-
-def _refuse_step(*_: Any) -> None:
-    raise ConfigError(
-        "the optimizer is stepped by pipe.training: leave out optimizer.step() and zero_grad(), or close the training"
-    )

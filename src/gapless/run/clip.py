@@ -5,13 +5,14 @@ the next, in an order of torch's own.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gapless.errors import GaplessError
 from gapless.guards.between_ranks import NORM_OF_A_PART
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of norms
@@ -25,11 +26,17 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_typ
     return _scale(grads, [norm.to(grads[0].device) for norm in norms_of(grads, norm_type)], max_norm, norm_type)
 
 
-class OwnPart:
-    """The parameters of a rank, as long as somebody holds this: torch's own clip_grad_norm_ would see only theirs."""
+def _of_a_rank() -> GaplessError:
+    return NORM_OF_A_PART.refusal("torch's clip_grad_norm_ sees only the gradients of this rank's stages")
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [weakref.ref(each) for each in parameters]
+
+class OwnPart:
+    """Parameters whose norm torch's own clip_grad_norm_ would get wrong, as long as somebody holds this: of a rank, as
+    it would see only these, or of steps that are under way.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], refusal: Callable[[], GaplessError] = _of_a_rank) -> None:
+        self._parameters, self.refusal = [weakref.ref(each) for each in parameters], refusal
         if not _parts:
             _clipping._get_total_norm = _norm_of_all
         _parts.add(self)
@@ -47,8 +54,8 @@ _parts: weakref.WeakSet[OwnPart] = weakref.WeakSet()
 def _norm_of_all(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = {id(each) for each in tensors}
-    if any(part.has(given) for part in _parts):
-        raise NORM_OF_A_PART.refusal("torch's clip_grad_norm_ sees only the gradients of this rank's stages")
+    for part in [part for part in _parts if part.has(given)]:
+        raise part.refusal()
     return _total_norm(tensors, *args, **kwargs)
 
 

@@ -142,6 +142,59 @@ def test_timelines_on_other_clocks_are_not_joined() -> None:
         gapless.join_steps([])
 
 
+def weights_after(between: Callable[[gapless.Pipeline, nn.Module], object]) -> list[torch.Tensor]:
+    """Of a few steps of SGD, with something done between them."""
+    torch.manual_seed(5)
+    model, batches = Run(1).model(), [batch() for _ in range(6)]
+    with gapless.Pipeline(model, devices=2, schedule="zb-v", microbatches=4, loss=F.mse_loss) as pipe:
+        training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        for x, y in batches:
+            training.step(x, y)
+            between(pipe, model)
+        training.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+
+def test_clearing_gradients_between_steps_changes_nothing() -> None:
+    """`model.zero_grad()`, as in every loop: gradients of a step that was under way were lost."""
+    plain = weights_after(lambda pipe, model: None)
+    for clear in (lambda pipe, model: model.zero_grad(), lambda pipe, model: pipe.zero_grad()):
+        assert all(torch.equal(a, b) for a, b in zip(weights_after(clear), plain, strict=True))
+
+
+def test_habits_of_other_loops_are_refused() -> None:
+    def steps(pipe: gapless.Pipeline, scheduled: bool = False) -> tuple[Any, Any, Any]:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
+        training = pipe.training(optimizer, scheduler=scheduler)
+        for _ in range(3):
+            training.step(*batch())
+        return training, optimizer, scheduler
+
+    with pipeline() as pipe:
+        training, optimizer, _ = steps(pipe)
+        with pytest.raises(ConfigError, match=r"leave out optimizer.step\(\) and zero_grad\(\)"):
+            optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="clips the gradients itself: give it max_norm="):
+            pipe.clip_grad_norm_(1.0)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        with pytest.raises(ConfigError, match="the optimizer has got other parameters: close the training"):
+            training.step(*batch())
+        training.close()
+        optimizer.zero_grad()  # which is its owner's again
+        assert float(pipe.clip_grad_norm_(1.0)) == 0.0
+    with pipeline() as pipe:
+        training, optimizer, _ = steps(pipe)
+        next(iter(optimizer.param_groups[0]["params"])).requires_grad_(False)
+        with pytest.raises(ConfigError, match=r"frozen or unfrozen while a step was under way: call training.settle"):
+            training.step(*batch())
+    with pipeline() as pipe:
+        training, _, scheduler = steps(pipe, scheduled=True)
+        scheduler.step()
+        with pytest.raises(ConfigError, match=r"leave out scheduler.step\(\)"):
+            training.step(*batch())
+
+
 def sharded_and_static() -> None:
     """What ranks can't take: DTensors, and messages without a word."""
     size = dist.get_world_size()

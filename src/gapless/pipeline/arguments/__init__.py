@@ -5,4 +5,5 @@ habits              of users of other libraries: what they try first works here,
 schedule_arguments  of the schedule, with what a plan brings
 stream_arguments    of a stream
 training_arguments  of an optimizer whose step does not wait
+training_habits     what the steps of that optimizer must not meet
 """

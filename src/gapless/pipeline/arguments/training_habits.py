@@ -1,0 +1,89 @@
+"""What people do between steps, and what would go wrong unseen while the steps of `pipe.training` are under way."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gapless.errors import ConfigError, GaplessError
+from gapless.run.clip import OwnPart
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    """In place of what the training does itself."""
+    raise ConfigError(
+        "the optimizer is stepped by pipe.training: leave out optimizer.step() and zero_grad(), or close the training"
+    )
+
+
+def refuse_clipping() -> GaplessError:
+    """A norm of gradients that are on their way, or gone."""
+    return ConfigError("pipe.training clips the gradients itself: give it max_norm=, or close the training")
+
+
+class TrainingHabits:
+    """Of one training: what its optimizer, parameters and scheduler must not meet. `settle` ends what is under way."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any, settle: Callable[[], None]) -> None:
+        self._optimizer, self._scheduler, self._settle = optimizer, scheduler, settle
+        self._counts: list[Any] = []  # of the scheduler after the last step; empty if not known
+        self._parameters = self._given()
+        self._trained = [each.requires_grad for each in self._parameters]
+        self._unclipped: OwnPart | None = OwnPart(self._parameters, refuse_clipping)
+        optimizer.zero_grad = refuse  # type: ignore[method-assign]
+        if not _open:
+            nn.Module.zero_grad = _zero_grad  # type: ignore[method-assign]
+        _open.add(self)
+
+    def end(self) -> None:
+        """The optimizer is its owner's again."""
+        self._unclipped = None
+        vars(self._optimizer).pop("zero_grad", None)
+        _open.discard(self)
+
+    def loaded(self) -> None:
+        """The optimizer was, and the scheduler may be."""
+        self._counts = []
+
+    def check(self, *, under_way: bool) -> None:
+        """Before a step; others may be `under_way`."""
+        now = self._given()
+        if [*map(id, now)] != [*map(id, self._parameters)]:
+            raise ConfigError("the optimizer has got other parameters: close the training, and make it again")
+        trained = [each.requires_grad for each in now]
+        if trained != self._trained and under_way:
+            raise ConfigError(
+                "a parameter was frozen or unfrozen while a step was under way: call training.settle() before that"
+            )
+        self._trained = trained
+        if self._counts and self._counted() == [count + 1 for count in self._counts]:
+            raise ConfigError("the scheduler is stepped by pipe.training: leave out scheduler.step()")
+
+    def step_scheduler(self) -> None:
+        """After an update."""
+        self._scheduler.step()
+        self._counts = self._counted()
+
+    def zeroes(self, module: nn.Module) -> None:
+        """Somebody clears the gradients of this one: those of steps that are under way are in use."""
+        if not {*self._parameters}.isdisjoint(module.parameters()):
+            self._settle()
+
+    def _given(self) -> list[nn.Parameter]:
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def _counted(self) -> list[Any]:
+        found = [getattr(self._scheduler, name, None) for name in ("last_epoch", "_step_count")]
+        return found if all(isinstance(each, int) for each in found) else []
+
+
+_open: weakref.WeakSet[TrainingHabits] = weakref.WeakSet()
+_plain_zero_grad = nn.Module.zero_grad
+
+
+def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    for each in list(_open):
+        each.zeroes(self)
+    _plain_zero_grad(self, set_to_none)
