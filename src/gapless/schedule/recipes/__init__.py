@@ -90,7 +90,7 @@ _TABLE = (
     Recipe("looped-bfs", "loop", "(K-1)(f+b)/v", "M", "breadth first", _looped(loop.looped_bfs), None),
     Recipe("zb-h1", "line", "(K-1)(f+i-w)", "K", "1f1b's memory, a third of its bubble", _plain(zero_bubble.zb_h1)),
     Recipe(
-        "zb-h2", "line", "span max(0, (K-1)(f+i-2w))", "2K-1", "pays off without a flush", _plain(zero_bubble.zb_h2)
+        "zb-h2", "line", "span max(0, (K-1)(f+i-2w))", "2K-1", "pays off with pipe.training", _plain(zero_bubble.zb_h2)
     ),
     Recipe("zb-v", "vee", "(K-1)f/2 at f=i=w, M>=3K/2", "K", "span bubble 0 at equal costs", _plain(vee.zb_v), (2,)),
     Recipe("v-half", "vee", "about half of 1f1b's", "(K+2)/2", "half the memory", _costed(vee.v_half), (2,)),
