@@ -204,7 +204,8 @@ class HeldModel:
     def close(self) -> None:
         """Ends the threads. The model and its gradients stay."""
         try:
-            self._settle()
+            if self._training is not None:
+                self._training.close()
         finally:
             self._close()
 

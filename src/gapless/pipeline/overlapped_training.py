@@ -169,10 +169,12 @@ class OverlappedTraining:
 
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""
-        self.settle()
-        self._habits.end()
-        while self._hooks:
-            self._hooks.pop().remove()
+        try:
+            self.settle()
+        finally:
+            self._habits.end()
+            while self._hooks:
+                self._hooks.pop().remove()
 
     @property
     def is_open(self) -> bool:

@@ -51,11 +51,11 @@ class TrainingHabits:
         """Before a step; others may be `under_way`."""
         now = self._given()
         if [*map(id, now)] != [*map(id, self._parameters)]:
-            raise ConfigError("the optimizer has got other parameters: close the training, and make it again")
+            raise ConfigError("the optimizer has other parameters than before: close the training, and make a new one")
         trained = [each.requires_grad for each in now]
         if trained != self._trained and under_way:
             raise ConfigError(
-                "a parameter was frozen or unfrozen while a step was under way: call training.settle() before that"
+                "a parameter was frozen or unfrozen while a step was under way: call training.settle() first"
             )
         self._trained = trained
         if self._counts and self._counted() == [count + 1 for count in self._counts]:
