@@ -8,12 +8,26 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+
+Grads = list[Tensor | None]
+
+
+class Trained(NamedTuple):
+    """The loss of each minibatch, and all versions of the weights: [stage][version][parameter]."""
+
+    losses: list[Tensor]
+    history: list[list[list[Tensor]]]
+
+    def at(self, version: int) -> list[Tensor]:
+        """The weights of all stages after so many updates."""
+        return [each for stage in self.history for each in stage[version]]
 
 
 def version(kind: str, minibatch: int, stage: int, stages: int, anew: int = 0) -> int:
@@ -54,8 +68,7 @@ def _all_ahead(
     anew: int,
 ) -> list[list[Tensor]]:
     """p - s lr d for s = 0 up to the delay: minibatch anew + s has s updates between its forward and its own."""
-    for each, value in zip(group, values, strict=True):
-        each.data = value.clone()
+    _set(group, values)
     behind = _behind(kind, stage, stages)
     factor = _factor(behind, anew, annealed_over)
     return [[_ahead(each, stepper, updates, factor) for each in group] for updates in range(behind + 1)]
@@ -88,13 +101,38 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _learnt(
+    model: nn.Module, x: Tensor, y: Tensor, microbatches: int, seeds: tuple[int, int], around: Any = nullcontext
+) -> Tensor:
+    """The loss of a minibatch; the gradients of its microbatches are added up."""
+    parts = []
+    for number, (hidden, target) in enumerate(
+        zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+    ):
+        share = len(hidden) / len(x)
+        with around():
+            value = F.mse_loss(_outputs(model, hidden, partial(gapless.seed_of, *seeds, number)), target)
+        (value * share).backward()
+        parts.append(value.detach() * share)
+    return reduce(torch.add, parts)
+
+
+def _mean(came: Sequence[Grads]) -> Grads:
+    """Of the gradients of each parameter."""
+    return [None if grads[0] is None else reduce(torch.add, grads) / len(came) for grads in zip(*came, strict=True)]
+
+
+def _set(group: Sequence[nn.Parameter], values: Sequence[Tensor], grads: Grads | None = None) -> None:
+    for each, value, grad in zip(group, values, grads or [None] * len(group), strict=True):
+        each.data, each.grad = value.clone(), grad
+
+
 def trained(
     model: nn.Module,
     partition: Sequence[int] | Sequence[Sequence[str]],
     kind: str,
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
-    loss: Callable[[Tensor, Tensor], Tensor],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     microbatches: int = 1,
@@ -104,9 +142,10 @@ def trained(
     annealed_over: int | None = None,
     anew: int = 0,
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
-) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
-    """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]. The
-    partition has the number of layers, or the names of the parameters, of each stage.
+    replicas: int = 1,
+) -> Trained:
+    """The partition has the number of layers, or the names of the parameters, of each stage. With R replicas of all
+    stages, minibatch k R + d is the one of replica d, and update k applies the mean of those that came.
     """
     model = copy.deepcopy(model)
     own = _own(model, partition)
@@ -115,38 +154,31 @@ def trained(
     history = [[[each.detach().clone() for each in group]] for group in own]
     used = [[stage[0]] for stage in history]  # the same, or what is predicted for it
     losses = []
-    fresh: list[list[list[Tensor]]] = []  # [stage][minibatch after `anew`][parameter]
-    for minibatch, (x, y) in enumerate(batches):
-        if ahead and anew and minibatch == anew:
+    fresh: list[list[list[Tensor]]] = []  # [stage][update after `anew`][parameter]
+    for update in range(-(-len(batches) // replicas)):
+        if ahead and anew and update == anew:
             fresh = [
                 _all_ahead(group, history[stage][anew], steppers[stage], kind, stage, len(own), annealed_over, anew)
                 for stage, group in enumerate(own)
             ]
-        for stage, group in enumerate(own):  # the weights that this minibatch uses
-            values = used[stage][version(kind, minibatch, stage, len(own), anew)]
-            if fresh and minibatch - anew < len(fresh[stage]):
-                values = fresh[stage][minibatch - anew]
-            for each, value in zip(group, values, strict=True):
-                each.data, each.grad = value.clone(), None
-        parts = []
-        for number, (hidden, target) in enumerate(
-            zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
-        ):
-            share = len(hidden) / len(x)
-            with around(minibatch):
-                value = loss(_outputs(model, hidden, partial(gapless.seed_of, seed, minibatch, number)), target)
-            (value * share).backward()
-            parts.append(value.detach() * share)
-        losses.append(reduce(torch.add, parts))
+        came: list[list[Grads]] = []  # [minibatch][stage][parameter]
+        for minibatch in range(len(batches))[update * replicas :][:replicas]:
+            for stage, group in enumerate(own):  # the weights that this minibatch uses
+                values = used[stage][version(kind, update, stage, len(own), anew)]
+                if fresh and update - anew < len(fresh[stage]):
+                    values = fresh[stage][update - anew]
+                _set(group, values)
+            losses.append(
+                _learnt(model, *batches[minibatch], microbatches, (seed, minibatch), partial(around, minibatch))
+            )
+            came.append([[each.grad for each in group] for group in own])
         for stage, group in enumerate(own):  # applied to the newest there are
-            grads = [each.grad for each in group]
-            for each, value, grad in zip(group, history[stage][minibatch], grads, strict=True):
-                each.data, each.grad = value.clone(), grad
+            _set(group, history[stage][update], _mean([each[stage] for each in came]))
             stepper, then = steppers[stage], schedulers[stage]
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(group, clip)
             behind = _behind(kind, stage, len(own))
-            factor, following = (_factor(behind, update, annealed_over) for update in (minibatch, minibatch + 1))
+            factor, following = (_factor(behind, number, annealed_over) for number in (update, update + 1))
             if stepper is not None:
                 rate = stepper.param_groups[0]["lr"]
                 stepper.param_groups[0]["lr"] = rate * factor
@@ -158,60 +190,7 @@ def trained(
             used[stage].append(
                 [_ahead(each, stepper, behind, following) if ahead else each.detach().clone() for each in group]
             )
-    return losses, history
-
-
-def replicated(
-    model: nn.Sequential,
-    partition: Sequence[int],
-    kind: str,
-    batches: Sequence[Sequence[tuple[Tensor, Tensor]]],
-    *,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    microbatches: int = 1,
-    seed: int = 0,
-) -> tuple[list[list[Tensor]], list[list[list[Tensor]]]]:
-    """With as many replicas R of every stage as there are in `batches`: minibatch k of replica d is number k R + d of
-    all, and update k applies the mean of those that came. The losses of each replica, and all versions of the weights.
-    """
-    model, bounds = copy.deepcopy(model), [sum(partition[:stage]) for stage in range(len(partition) + 1)]
-    own = [[p for layer in list(model)[a:b] for p in layer.parameters()] for a, b in itertools.pairwise(bounds)]
-    steppers = [optimizer(group) for group in own]
-    history = [[[each.detach().clone() for each in group]] for group in own]
-    losses: list[list[Tensor]] = [[] for _ in batches]
-    for k in range(max(map(len, batches))):
-        came = []
-        for replica, mine in enumerate(batches):
-            if k >= len(mine):
-                continue
-            for stage, group in enumerate(own):
-                for each, value in zip(group, history[stage][version(kind, k, stage, len(own))], strict=True):
-                    each.data, each.grad = value.clone(), None
-            x, y = mine[k]
-            parts = []
-            for number, (hidden, target) in enumerate(
-                zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
-            ):
-                share = len(hidden) / len(x)
-                for index, layer in enumerate(model):
-                    torch.manual_seed(gapless.seed_of(seed, k * len(batches) + replica, number, index))
-                    hidden = layer(hidden)
-                value = loss(hidden, target)
-                (value * share).backward()
-                parts.append(value.detach() * share)
-            losses[replica].append(reduce(torch.add, parts))
-            came.append([[each.grad for each in group if each.grad is not None] for group in own])
-        for stage, group in enumerate(own):
-            for place, each in enumerate(group):
-                total = came[0][stage][place].clone()
-                for other in came[1:]:
-                    total += other[stage][place]
-                total /= len(came)
-                each.data, each.grad = history[stage][k][place].clone(), total
-            steppers[stage].step()
-            history[stage].append([each.detach().clone() for each in group])
-    return losses, history
+    return Trained(losses, history)
 
 
 def in_turns(
@@ -220,18 +199,17 @@ def in_turns(
     replicas: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
-    loss: Callable[[Tensor, Tensor], Tensor],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     seed: int = 0,
     clip: float | None = None,
     ahead: bool = False,
     ends: Sequence[int] = (),
-) -> tuple[list[Tensor], list[list[list[Tensor]]], list[list[int]]]:
+) -> tuple[Trained, list[list[int]]]:
     """With R_s replicas of stage s: its updates take groups of R_s minibatches, and k = floor(m / R_s) uses version
     max(0, k - w_s), w_s = floor((R - 1 - R_0 - ... - R_{s-1}) / R_s). A stream that ends before minibatch m applies
-    what has come of a group, and its groups begin anew with m. The losses, all versions of the weights of each stage,
-    and how many of these there are besides the first, of each stage, before every minibatch and at the end.
+    what has come of a group, and its groups begin anew with m. And how many versions there are besides the first, of
+    each stage, before every minibatch and at the end.
     """
     model = copy.deepcopy(model)
     own = _own(model, partition)
@@ -240,17 +218,13 @@ def in_turns(
     late = [(sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] for stage in range(len(own))]
     history = [[[each.detach().clone() for each in group]] for group in own]
     used = [[stage[0]] for stage in history]
-    came: list[list[list[Tensor]]] = [[] for _ in own]
+    came: list[list[Grads]] = [[] for _ in own]
     origin, before = 0, [0] * len(own)
     losses, counts = [], []
 
     def update(stage: int) -> None:
         group = own[stage]
-        for place, each in enumerate(group):
-            total = came[stage][0][place].clone()
-            for other in came[stage][1:]:
-                total += other[place]
-            each.data, each.grad = history[stage][-1][place].clone(), total / len(came[stage])
+        _set(group, history[stage][-1], _mean(came[stage]))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(group, clip)
         steppers[stage].step()
@@ -273,14 +247,10 @@ def in_turns(
             break
         for stage, group in enumerate(own):
             k = before[stage] + (minibatch - origin) // replicas[stage]
-            for each, value in zip(group, used[stage][max(0, k - late[stage])], strict=True):
-                each.data, each.grad = value.clone(), None
-        x, y = batches[minibatch]
-        value = loss(_outputs(model, x, partial(gapless.seed_of, seed, minibatch, 0)), y)
-        value.backward()
-        losses.append(value.detach())
+            _set(group, used[stage][max(0, k - late[stage])])
+        losses.append(_learnt(model, *batches[minibatch], 1, (seed, minibatch)))
         for stage, group in enumerate(own):
-            came[stage].append([each.grad.clone() for each in group if each.grad is not None])
+            came[stage].append([each.grad for each in group])
             if len(came[stage]) == replicas[stage]:
                 update(stage)
-    return losses, history, [*counts, [len(stage) - 1 for stage in history]]
+    return Trained(losses, history), [*counts, [len(stage) - 1 for stage in history]]

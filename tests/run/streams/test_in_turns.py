@@ -12,36 +12,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.forked import Launch
 from tests.run.streams import reference
-from tests.run.streams.test_rank_runner import failing, follow
-from tests.run.streams.test_stream import SEED, adam, batches, make, momentum, slower
+from tests.run.streams.test_rank_runner import follow, pipeline
+from tests.run.streams.test_stream import SEED, adam, batches, failing, make, momentum, same, slower
 from tests.run.streams.test_stream_traced import net
-
-
-def pipeline(model: nn.Module, replicas: Sequence[int], **options: Any) -> gapless.Pipeline:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    asked: dict[str, Any] = {"schedule": "pipedream", "loss": F.mse_loss, "seed": SEED, "timeout": 30.0, **options}
-    return gapless.Pipeline(model, mesh=mesh, microbatches=1, replicas=replicas, **asked)
 
 
 def stage_of(rank: int, replicas: Sequence[int]) -> int:
     return next(stage for stage in range(len(replicas)) if rank < sum(replicas[: stage + 1]))
 
 
-def mine(pipe: gapless.Pipeline, replicas: Sequence[int], history: Any, counts: Sequence[int]) -> bool:
+def mine(pipe: gapless.Pipeline, replicas: Sequence[int], known: reference.Trained, counts: Sequence[int]) -> bool:
     """The weights of this rank's stage are those after so many updates."""
     stage = stage_of(dist.get_rank(), replicas)
-    expected, found = history[stage][counts[stage]], [each.detach() for _, each in pipe.named_parameters()]
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+    return same(pipe.parameters(), known.history[stage][counts[stage]])
+
+
+def by_formula(
+    pipe: gapless.Pipeline, model: nn.Module, data: Sequence[Any], replicas: Sequence[int], **how: Any
+) -> Any:
+    return reference.in_turns(model, pipe.partition, replicas, data, seed=SEED, **{"optimizer": momentum, **how})
 
 
 def check(
@@ -52,27 +48,20 @@ def check(
     *,
     drains: Sequence[int] = (),
     ends: Sequence[int] = (),
-    scheduler: Any = None,
-    clip: float | None = None,
-    ahead: bool = False,
     split: bool = False,
-    **options: Any,
+    remat: Any = "none",
+    **how: Any,
 ) -> None:
     """`drains`: after these minibatches were fed; `ends`: the stream ends there, and another run goes on."""
-    model, data = make(name), batches(count)
-    plain = copy.deepcopy(model)
-    with pipeline(model, replicas, **options) as pipe:
-        losses, history, counts = reference.in_turns(
-            plain, pipe.partition, replicas, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler,
-            clip=clip, seed=SEED, ahead=ahead, ends=ends,
-        )  # fmt: skip
-        found: list[Tensor] = []
+    data, found = batches(count), list[Tensor]()
+    with pipeline(make(name), replicas=replicas, remat=remat) as pipe:
+        known, counts = by_formula(pipe, make(name), data, replicas, optimizer=optimizer, ends=ends, **how)
         stream = pipe.stream(
             optimizer=optimizer,
-            scheduler=scheduler,
-            clip=clip,
+            scheduler=how.get("scheduler"),
+            clip=how.get("clip"),
             split=split,
-            correction="spectrain" if ahead else None,
+            correction="spectrain" if how.get("ahead") else None,
         )
         for at in sorted({*drains, *ends, count}):
             for result in stream.run(data[len(found) : at]):
@@ -82,14 +71,14 @@ def check(
                 stream.__exit__(None, None, None)
             else:
                 stream.drain()
-                assert mine(pipe, replicas, history, counts[at]), (replicas, name, at)
+                assert mine(pipe, replicas, known, counts[at]), (replicas, name, at)
                 pipe.evaluate(*data[0])
             assert stream.minibatches == at
-        assert all(map(torch.equal, found, losses)), (replicas, name)
-        assert mine(pipe, replicas, history, counts[-1]), (replicas, name)
+        assert same(found, known.losses), (replicas, name)
+        assert mine(pipe, replicas, known, counts[-1]), (replicas, name)
         state = pipe.state_dict()
-        whole = [each for stage, at in zip(history, counts[-1], strict=True) for each in stage[at]]
-        assert all(map(torch.equal, (state[name] for name, _ in plain.named_parameters()), whole))
+        whole = [each for stage, at in zip(known.history, counts[-1], strict=True) for each in stage[at]]
+        assert same((state[name] for name, _ in make(name).named_parameters()), whole)
 
 
 def settings() -> None:
@@ -106,41 +95,36 @@ def settings() -> None:
 
 def saved(replicas: Sequence[int], at: int, count: int) -> None:
     """Another pipeline goes on from the state of a stream, in the middle of a group."""
-    data, model = batches(count), make("dropout")
-    plain = copy.deepcopy(model)
-    with pipeline(model, replicas) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
+    data = batches(count)
+    with pipeline(make("dropout"), replicas=replicas) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
         list(stream.run(data[:at]))
         state, own = stream.state_dict(), copy.deepcopy(stream.state_dict(whole=False))
         weights = pipe.state_dict()
         assert (state["minibatches"], state["replicas"]) == (at, list(replicas))
         assert [len(stage["waiting"]) for stage in state["stages"].values()] == [at % count for count in replicas]
     for each in (state, own):
-        with pipeline(make("dropout"), replicas) as pipe:
-            _, history, counts = reference.in_turns(
-                plain, pipe.partition, replicas, data, loss=F.mse_loss, optimizer=adam, scheduler=slower, seed=SEED
-            )
+        with pipeline(make("dropout"), replicas=replicas) as pipe:
+            known, counts = by_formula(pipe, make("dropout"), data, replicas, optimizer=adam, scheduler=slower)
             pipe.load_state_dict(weights)
             with pipe.stream(optimizer=adam, scheduler=slower) as stream:
                 stream.load_state_dict(each)
-                assert mine(pipe, replicas, history, counts[at])
+                assert mine(pipe, replicas, known, counts[at])
                 assert [result.minibatch for result in stream.run(data[at:])] == list(range(at, count))
-            assert mine(pipe, replicas, history, counts[-1])
+            assert mine(pipe, replicas, known, counts[-1])
 
 
 def traced(replicas: Sequence[int]) -> None:
     """All replicas of a stage trace the model, and hold its weights alike."""
     data = batches(7)
-    with pipeline(net(0.2), replicas, example=data[0][0]) as pipe:
+    with pipeline(net(0.2), replicas=replicas, example=data[0][0]) as pipe:
         with pipe.stream(optimizer=momentum) as stream:
             names = [each["parameters"] for each in stream.state_dict()["stages"].values()]
-            losses, history, counts = reference.in_turns(
-                net(0.2), names, replicas, data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-            )
+            known, counts = reference.in_turns(net(0.2), names, replicas, data, optimizer=momentum, seed=SEED)
             found = [result.loss for result in stream.run(data)]
-        assert all(map(torch.equal, found, losses))
+        assert same(found, known.losses)
         state = pipe.state_dict()
-        for stage, versions, at in zip(names, history, counts[-1], strict=True):
-            assert all(map(torch.equal, (state[name] for name in stage), versions[at]))
+        for stage, versions, at in zip(names, known.history, counts[-1], strict=True):
+            assert same((state[name] for name in stage), versions[at])
 
 
 def forward_fails(replicas: Sequence[int], guilty: int, at: int) -> None:
@@ -150,27 +134,25 @@ def forward_fails(replicas: Sequence[int], guilty: int, at: int) -> None:
     place = guilty - sum(replicas[:stage])
     minibatch = at * replicas[stage] + place
     model, plain = failing(0 if stage == 0 else 7, forward_at=at if rank == guilty else -1)
-    with pipeline(model, replicas) as pipe:
-        _, history, counts = reference.in_turns(
-            plain, pipe.partition, replicas, data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-        )
+    with pipeline(model, replicas=replicas) as pipe:
+        known, counts = by_formula(pipe, plain, data, replicas)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ValueError if rank == guilty else TransportError) as failed:
             list(stream.run(data))
         words = str(failed.value) if rank != guilty else failed.value.__notes__[-1]
         assert f"the model is at minibatch {minibatch}, and so are all stages" in words
         assert stream.minibatches == minibatch
-        assert mine(pipe, replicas, history, counts[minibatch])
+        assert mine(pipe, replicas, known, counts[minibatch])
         with stream:
             assert len(list(stream.run(data[minibatch:]))) == 14 - minibatch
-        assert mine(pipe, replicas, history, counts[-1])
+        assert mine(pipe, replicas, known, counts[-1])
 
 
 def an_update_fails() -> None:
     """A gradient is not finite: no update is made with it, the stages differ, and no state is given away."""
     data = batches(9)
     data[4] = (data[4][0] * float("inf"), data[4][1])
-    with pipeline(make("linear"), (3, 1)) as pipe:
+    with pipeline(make("linear"), replicas=(3, 1)) as pipe:
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(GaplessError, match="not finite") as failed:
             list(stream.run(data))
@@ -182,32 +164,26 @@ def an_update_fails() -> None:
 def interrupted(replicas: Sequence[int], guilty: int) -> None:
     """Ctrl-C on one rank: all of them stop at the same minibatch, in the middle of a group perhaps, and go on."""
     rank, data = dist.get_rank(), batches(30)
-    model = make("linear")
-    plain = copy.deepcopy(model)
-    with pipeline(model, replicas) as pipe:
-        _, history, counts = reference.in_turns(
-            plain, pipe.partition, replicas, data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-        )
+    with pipeline(make("linear"), replicas=replicas) as pipe:
+        known, counts = by_formula(pipe, make("linear"), data, replicas)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(KeyboardInterrupt if rank == guilty else TransportError), stream:
             follow(stream, data, 8 if rank == guilty else -1, lambda: signal.raise_signal(signal.SIGINT))
         at = stream.minibatches
         assert 8 < at < 25
-        assert mine(pipe, replicas, history, counts[at])
+        assert mine(pipe, replicas, known, counts[at])
         stream.drain()
         list(stream.run(data[at:]))
         stream.drain()
-        assert mine(pipe, replicas, history, counts[30])
+        assert mine(pipe, replicas, known, counts[30])
 
 
 def different_minibatches() -> None:
     rank = dist.get_rank()
-    with pipeline(make("linear"), (3, 1)) as pipe:
+    with pipeline(make("linear"), replicas=(3, 1)) as pipe:
         stream = pipe.stream(optimizer=momentum)
-        with (
-            pytest.raises(ConfigError, match=r"rank 2 has ended the stream after 6 .* after 9.* at minibatch 8"),
-            stream,
-        ):
+        told = "rank 2 has ended the stream after 6 .* after 9.* at minibatch 8"
+        with pytest.raises(ConfigError, match=told), stream:
             list(stream.run(batches(6 if rank == 2 else 9)))
         with stream:
             assert len(list(stream.run(batches(2)))) == 2
@@ -223,10 +199,10 @@ def different_minibatches() -> None:
 
 def refused() -> None:
     with pytest.raises(ConfigError, match="replicas= is for schedule='pipedream'"):
-        pipeline(make("linear"), (3, 1), schedule="1f1b")
+        pipeline(make("linear"), replicas=(3, 1), schedule="1f1b")
     with pytest.raises(GaplessError, match="replicas 2,1 use 3 devices, but there are 4"):
-        pipeline(make("linear"), (2, 1))
-    with pipeline(make("linear"), (3, 1)) as pipe:
+        pipeline(make("linear"), replicas=(2, 1))
+    with pipeline(make("linear"), replicas=(3, 1)) as pipe:
         assert "stage 0 on devices 0 to 2 (cpu each)" in repr(pipe)
         with pytest.raises(ConfigError, match="vertical=True gives a minibatch one version"):
             pipe.stream(optimizer=momentum, vertical=True)

@@ -3,7 +3,6 @@
 Processes are expensive to start, so each launch runs many settings, one after another.
 """
 
-import copy
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
@@ -25,70 +24,47 @@ from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.pipelines import alive
 from tests.run.forked import Launch
 from tests.run.streams import reference
-from tests.run.streams.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
+from tests.run.streams.test_stream import (
+    MICROBATCHES,
+    RULES,
+    SEED,
+    adam,
+    assert_follows,
+    batches,
+    by_formula,
+    failing,
+    make,
+    momentum,
+    same,
+    slower,
+)  # fmt: skip
 from tests.run.streams.test_stream_state import Odd
 from tests.run.streams.test_stream_traced import net
 
 
-def pipeline(model: nn.Module, schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> gapless.Pipeline:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    asked: dict[str, Any] = {"loss": F.mse_loss, "seed": SEED, "timeout": 30.0, **options}
-    return gapless.Pipeline(model, mesh=mesh, schedule=schedule, microbatches=microbatches, **asked)
+def pipeline(model: nn.Module, kind: str = "stashing", copies: int = 1, **options: Any) -> gapless.Pipeline:
+    """As many of it as asked for, each on its share of the ranks."""
+    dims = (copies, dist.get_world_size() // copies)
+    mesh = init_device_mesh("cpu", dims[copies == 1 :], mesh_dim_names=("dp", "pp")[copies == 1 :])
+    asked: dict[str, Any] = {"microbatches": MICROBATCHES[kind], "loss": F.mse_loss, "seed": SEED, "timeout": 30.0}
+    return gapless.Pipeline(model, mesh=mesh, **{"schedule": RULES[kind][0], **asked, **options})
 
 
-def mine(pipe: gapless.Pipeline, history: Any, at: int) -> bool:
+def mine(pipe: gapless.Pipeline, known: reference.Trained, at: int) -> bool:
     """The weights of this rank's stage are those of that version."""
-    expected = history[dist.get_rank()][at]
-    found = [each.detach() for _, each in pipe.named_parameters()]
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+    return same(pipe.parameters(), known.history[dist.get_rank()][at])
 
 
 def check(
-    kind: str,
-    name: str,
-    optimizer: Any,
-    *,
-    count: int = 9,
-    scheduler: Any = None,
-    clip: float | None = None,
-    drains: tuple[int, ...] = (),
-    ahead: bool = False,
-    annealed_over: int | None = None,
-    split: bool = False,
-    **options: Any,
+    kind: str, name: str, optimizer: Any, *, count: int = 9, remat: Any = "none", transport: Any = "auto", **how: Any
 ) -> None:
-    """Drains after some results and compares all weights; goes on then, with another run every time."""
-    (schedule, vertical), microbatches = RULES[kind], 4 if kind == "2bw" else 1
-    model, data = make(name), batches(count)
-    plain = copy.deepcopy(model)
-    with pipeline(model, schedule, microbatches, **options) as pipe:
-        losses, history = reference.trained(
-            plain, pipe.partition, kind, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
-            microbatches=microbatches, seed=SEED, ahead=ahead, annealed_over=annealed_over,
-        )  # fmt: skip
-        found: list[Tensor] = []
-        with pipe.stream(
-            optimizer=optimizer,
-            scheduler=scheduler,
-            vertical=vertical,
-            clip=clip,
-            correction="spectrain" if ahead else None,
-            lr_by_delay=annealed_over,
-            split=split,
-        ) as stream:
-            for part in (data[: count // 2], data[count // 2 :]):  # the flow stays as it is in between
-                for result in stream.run(part):
-                    assert result.minibatch == len(found)
-                    found.append(result.loss)
-                    if result.minibatch in drains:
-                        stream.drain()
-                        assert mine(pipe, history, stream.minibatches), (kind, name, stream.minibatches)
-        assert stream.minibatches == count
-        assert all(map(torch.equal, found, losses)), (kind, name)
-        assert mine(pipe, history, count), (kind, name)
+    plain, rank = make(name), dist.get_rank()
+    with pipeline(make(name), kind, remat=remat, transport=transport) as pipe:
+        known = assert_follows(
+            pipe, kind, plain, batches(count), stages=slice(rank, rank + 1), optimizer=optimizer, **how
+        )
         state = pipe.state_dict()
-        whole = [each for stage in history for each in stage[count]]
-        assert all(map(torch.equal, (state[name] for name, _ in plain.named_parameters()), whole))
+        assert same((state[name] for name, _ in plain.named_parameters()), known.at(count))
 
 
 def traced() -> None:
@@ -96,39 +72,33 @@ def traced() -> None:
     with pipeline(net(0.2), example=data[0][0]) as pipe:
         with pipe.stream(optimizer=momentum, split=True) as stream:
             names = [each["parameters"] for each in stream.state_dict()["stages"].values()]
-            losses, history = reference.trained(
-                net(0.2), names, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-            )
+            known = reference.trained(net(0.2), names, "stashing", data, optimizer=momentum, seed=SEED)
             found = []
             for result in stream.run(data):
                 found.append(result.loss)
                 if result.minibatch == 4:
                     stream.drain()
                     pipe.evaluate(*data[0])
-        assert all(map(torch.equal, found, losses))
+        assert same(found, known.losses)
         state = pipe.state_dict()
-        for stage, versions in zip(names, history, strict=True):
-            assert all(map(torch.equal, (state[name] for name in stage), versions[9]))
+        assert same((state[name] for stage in names for name in stage), known.at(9))
 
 
 def saved() -> None:
     """Another pipeline goes on from the state of a stream, with the bits of one that was never interrupted."""
-    data, model = batches(9), make("dropout")
-    plain = copy.deepcopy(model)
-    with pipeline(model) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
+    data = batches(9)
+    with pipeline(make("dropout")) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
         list(stream.run(data[:4]))
         state, weights = stream.state_dict(), pipe.state_dict()
         assert len(state["stages"]) == dist.get_world_size()
         assert list(stream.state_dict(whole=False)["stages"]) == [str(dist.get_rank())]
     with pipeline(make("dropout")) as pipe:
-        _, history = reference.trained(
-            plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=adam, scheduler=slower, seed=SEED
-        )
+        known = by_formula(pipe, "stashing", make("dropout"), data, optimizer=adam, scheduler=slower)
         pipe.load_state_dict(weights)
         with pipe.stream(optimizer=adam, scheduler=slower) as stream:
             stream.load_state_dict(state)
             assert [result.minibatch for result in stream.run(data[4:])] == list(range(4, 9))
-        assert mine(pipe, history, 9)
+        assert mine(pipe, known, 9)
 
 
 def benchmarked() -> None:
@@ -166,16 +136,6 @@ def test_weights_are_those_of_the_formula_on_four_ranks(launch: Launch) -> None:
     launch(semantics, 4)
 
 
-def failing(where: int, **at: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """A model whose layer `where` fails, and the same without."""
-    model = make("linear")
-    model[where] = Fails(**at)
-    plain = copy.deepcopy(model)
-    plain[where] = nn.Linear(6, 6)
-    plain.load_state_dict(model.state_dict())
-    return model, plain
-
-
 def follow(stream: Any, data: Sequence[Any], at: int, do: Callable[[], object]) -> None:
     """Something happens after the result of minibatch `at`."""
     for result in stream.run(data):
@@ -189,9 +149,7 @@ def forwards_fail() -> None:
     for guilty, layer in ((0, 0), (2, 7)):
         model, plain = failing(layer, forward_at=5)
         with pipeline(model) as pipe:
-            _, history = reference.trained(
-                plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-            )
+            known = by_formula(pipe, "stashing", plain, data)
             stream = pipe.stream(optimizer=momentum)
             expected = ValueError if rank == guilty else TransportError
             with pytest.raises(expected) as failed:
@@ -205,10 +163,10 @@ def forwards_fail() -> None:
                 )
                 assert f"{words} model is at minibatch 5" in str(failed.value)
             assert stream.minibatches == 5
-            assert mine(pipe, history, 5)
+            assert mine(pipe, known, 5)
             with stream:
                 assert len(list(stream.run(data[5:]))) == 4
-            assert mine(pipe, history, 9)
+            assert mine(pipe, known, 9)
 
 
 def a_backward_fails() -> None:
@@ -239,12 +197,8 @@ def interrupted() -> None:
     """Ctrl-C on one rank drains all of them, also one that waits in the middle of the pipeline."""
     rank, data = dist.get_rank(), batches(30)
     for guilty in (1, 2):
-        model = make("linear")
-        plain = copy.deepcopy(model)
-        with pipeline(model) as pipe:
-            _, history = reference.trained(
-                plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-            )
+        with pipeline(make("linear")) as pipe:
+            known = by_formula(pipe, "stashing", make("linear"), data)
             stream = pipe.stream(optimizer=momentum)
             with pytest.raises(KeyboardInterrupt if rank == guilty else TransportError) as stopped, stream:
                 follow(stream, data, 10 if rank == guilty else -1, lambda: signal.raise_signal(signal.SIGINT))
@@ -256,10 +210,10 @@ def interrupted() -> None:
             at = stream.minibatches
             assert f"the model is at minibatch {at}, and so are all stages" in words
             assert 10 < at < 20
-            assert mine(pipe, history, at)
+            assert mine(pipe, known, at)
             with stream:
                 assert len(list(stream.run(data[at : at + 5]))) == 5
-            assert mine(pipe, history, at + 5)
+            assert mine(pipe, known, at + 5)
 
 
 def different_minibatches() -> None:
@@ -324,9 +278,7 @@ def small_and_early() -> None:
 def refused() -> None:
     rank = dist.get_rank()
     with pipeline(make("linear")) as pipe:
-        with pytest.raises(
-            ConfigError, match=r"vertical is false on rank 0 and true on rank 1; all ranks make the same"
-        ):
+        with pytest.raises(ConfigError, match="vertical is false on rank 0 and true on rank 1; all ranks make"):
             pipe.stream(optimizer=momentum, vertical=rank == 1)
         with pytest.raises(ConfigError, match="ReduceLROnPlateau" if rank == 1 else "rank 1 can't go on .*ReduceLR"):
             pipe.stream(
@@ -349,15 +301,9 @@ def refused() -> None:
 
 def faults() -> None:
     for each in (
-        forwards_fail,
-        a_backward_fails,
-        interrupted,
-        different_minibatches,
-        different_batches,
-        a_body_raises,
-        small_and_early,
-        refused,
-    ):
+        forwards_fail, a_backward_fails, interrupted, different_minibatches, different_batches, a_body_raises,
+        small_and_early, refused,
+    ):  # fmt: skip
         each()
         dist.barrier()
     assert not alive()
@@ -367,74 +313,40 @@ def test_whatever_happens_on_one_rank_all_of_them_stop_in_order(launch: Launch) 
     launch(faults, 3)
 
 
-def replicas_check(kind: str, name: str, optimizer: Any, counts: tuple[int, int], drains: Sequence[int] = ()) -> None:
+def replicas_check(kind: str, name: str, optimizer: Any, count: int, drains: Sequence[int] = ()) -> None:
     """A mesh of 2 replicas x 2 stages, each with minibatches of its own."""
-    schedule, vertical = RULES[kind]
-    microbatches = 4 if kind == "2bw" else 1
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    data = [batches(30)[number::2][:count] for number, count in enumerate(counts)]
-    model = make(name)
-    plain = copy.deepcopy(model)
-    asked: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "loss": F.mse_loss, "seed": SEED}
-    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
-        losses, history = reference.replicated(
-            plain,
-            pipe.partition,
-            kind,
-            data,
-            loss=F.mse_loss,
-            optimizer=optimizer,
-            microbatches=microbatches,
-            seed=SEED,
-        )
-        found: list[Tensor] = []
-        with pipe.stream(optimizer=optimizer, vertical=vertical) as stream:
-            for result in stream.run(data[replica]):
-                assert result.minibatch == 2 * len(found) + replica
-                found.append(result.loss)
-                if len(found) in drains:
-                    stream.drain()
-                    assert all(map(torch.equal, pipe.parameters(), history[stage][stream.minibatches]))
-        assert stream.minibatches == max(counts)
-        assert all(map(torch.equal, found, losses[replica])), (found, losses[replica])
-        assert all(map(torch.equal, pipe.parameters(), history[stage][max(counts)]))
-        assert pipe.evaluate(*data[0][0]).loss is not None
+    replica, stage = divmod(dist.get_rank(), 2)
+    with pipeline(make(name), kind, copies=2) as pipe:
+        assert_follows(
+            pipe, kind, make(name), batches(count), stages=slice(stage, stage + 1), replica=replica, replicas=2,
+            drains=drains, optimizer=optimizer,
+        )  # fmt: skip
+        assert pipe.evaluate(*batches(1)[0]).loss is not None
 
 
 def replicated() -> None:
-    replicas_check("stashing", "dropout", momentum, (7, 7), (2, 4))
-    replicas_check("vertical", "blocks", adam, (6, 5))
-    replicas_check("2bw", "dropout", momentum, (5, 4), (1, 2))
+    replicas_check("stashing", "dropout", momentum, 14, (1, 3))
+    replicas_check("vertical", "blocks", adam, 11)
+    replicas_check("2bw", "dropout", momentum, 9, (0, 1))
     a_replica_fails()
 
 
 def a_replica_fails() -> None:
     """All replicas stop at the update that the forward would have gone into, made of what came."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    replica, stage = divmod(dist.get_rank(), 2)
     model, plain = failing(4, forward_at=3 if replica == 1 else -1)
-    data = [batches(30)[0::2], batches(30)[1::2]]
-    asked: dict[str, Any] = {"schedule": "pipedream", "microbatches": 1, "loss": F.mse_loss, "seed": SEED}
-    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
-        _, history = reference.replicated(
-            plain,
-            pipe.partition,
-            "stashing",
-            [data[0][:4], data[1][:3]],
-            loss=F.mse_loss,
-            optimizer=momentum,
-            seed=SEED,
-        )
+    data = batches(30)
+    with pipeline(model, copies=2) as pipe:
+        known = by_formula(pipe, "stashing", plain, data[:7], replicas=2)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ValueError if (replica, stage) == (1, 1) else TransportError) as failed:
-            list(stream.run(data[replica]))
+            list(stream.run(data[replica::2]))
         if (replica, stage) != (1, 1):
             assert "rank 3 failed at stage 1, in the forward of minibatch 7: ValueError: as told" in str(failed.value)
         assert stream.minibatches == 4
-        assert all(map(torch.equal, pipe.parameters(), history[stage][4]))
+        assert same(pipe.parameters(), known.history[stage][4])
         with stream:  # and they go on together
-            assert len(list(stream.run(data[replica][4:6]))) == 2
+            assert len(list(stream.run(data[replica::2][4:6]))) == 2
 
 
 def test_replicas_make_the_update_of_their_group_together(launch: Launch) -> None:

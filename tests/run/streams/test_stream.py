@@ -3,7 +3,7 @@
 import copy
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -56,10 +56,77 @@ def batches(count: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 
 
 RULES = {"stashing": ("pipedream", False), "vertical": ("pipedream", True), "2bw": ("2bw", False)}
+MICROBATCHES = {"stashing": 1, "vertical": 1, "2bw": 4}
+
+
+def pipeline(
+    kind: str = "stashing", model: nn.Module | None = None, devices: Any = 2, **options: Any
+) -> gapless.Pipeline:
+    asked: dict[str, Any] = {"microbatches": MICROBATCHES[kind], "loss": F.mse_loss, "seed": SEED, **options}
+    return gapless.Pipeline(
+        make("linear") if model is None else model, devices=devices, schedule=RULES[kind][0], **asked
+    )
 
 
 def weights(pipe: gapless.Pipeline) -> list[Tensor]:
     return [each.detach().clone() for each in pipe.parameters()]
+
+
+def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def by_formula(
+    pipe: gapless.Pipeline, kind: str, model: nn.Module, data: Sequence[Any], **how: Any
+) -> reference.Trained:
+    return reference.trained(
+        model, pipe.partition, kind, data, microbatches=pipe.microbatches, seed=SEED, **{"optimizer": momentum, **how}
+    )
+
+
+def assert_follows(
+    pipe: gapless.Pipeline,
+    kind: str,
+    plain: nn.Module,
+    data: Sequence[Any],
+    *,
+    stages: slice = slice(None),
+    replica: int = 0,
+    replicas: int = 1,
+    drains: Iterable[int] = (),
+    split: bool = False,
+    **how: Any,
+) -> reference.Trained:
+    """A stream has the losses and weights of the formula, in these stages of the pipeline: at its end, and wherever it
+    is drained after a result. With replicas it has every so many of the minibatches.
+    """
+    known = by_formula(pipe, kind, plain, data, replicas=replicas, **how)
+    own, found = data[replica::replicas], list[Tensor]()
+
+    def assert_at(update: int) -> None:
+        expected = [each for stage in known.history[stages] for each in stage[update]]
+        assert same(pipe.parameters(), expected), (kind, update)
+
+    with pipe.stream(
+        optimizer=how["optimizer"],
+        scheduler=how.get("scheduler"),
+        vertical=RULES[kind][1],
+        clip=how.get("clip"),
+        correction="spectrain" if how.get("ahead") else None,
+        lr_by_delay=how.get("annealed_over"),
+        split=split,
+    ) as stream:
+        for part in (own[: len(own) // 2], own[len(own) // 2 :]):  # the flow stays as it is in between
+            for result in stream.run(part):
+                assert result.minibatch == len(found) * replicas + replica
+                if len(found) in drains:
+                    stream.drain()
+                    assert_at(stream.minibatches)
+                found.append(result.loss)
+    assert stream.minibatches == -(-len(data) // replicas)
+    assert same(found, known.losses[replica::replicas]), kind
+    assert_at(stream.minibatches)
+    return known
 
 
 def check(
@@ -67,49 +134,15 @@ def check(
     model: nn.Sequential,
     devices: int,
     count: int,
-    optimizer: Optimize,
+    optimizer: Optimize = momentum,
     *,
-    microbatches: int = 1,
-    scheduler: Any = None,
-    clip: float | None = None,
-    drains: set[int] = frozenset(),  # type: ignore[assignment]
-    ahead: bool = False,
-    annealed_over: int | None = None,
-    split: bool = False,
-    **options: Any,
+    remat: Any = "none",
+    microbatches: int | None = None,
+    **how: Any,
 ) -> None:
-    schedule, vertical = RULES[kind]
-    data, plain = batches(count), copy.deepcopy(model)
-    with gapless.Pipeline(
-        model, devices=devices, schedule=schedule, microbatches=microbatches, loss=F.mse_loss, seed=SEED, **options
-    ) as pipe:
-        sizes = pipe.partition
-        losses, history = reference.trained(
-            plain, sizes, kind, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
-            microbatches=microbatches, seed=SEED, ahead=ahead, annealed_over=annealed_over,
-        )  # fmt: skip
-        found: list[Tensor] = []
-        with pipe.stream(
-            optimizer=optimizer,
-            scheduler=scheduler,
-            vertical=vertical,
-            clip=clip,
-            correction="spectrain" if ahead else None,
-            lr_by_delay=annealed_over,
-            split=split,
-        ) as stream:
-            for result in stream.run(data):
-                assert result.minibatch == len(found)
-                found.append(result.loss)
-                if result.minibatch in drains:
-                    stream.drain()
-                    at = stream.minibatches
-                    expected = [each for stage in history for each in stage[at]]
-                    assert all(map(torch.equal, weights(pipe), expected)), at
-        assert stream.minibatches == count
-        assert all(map(torch.equal, found, losses))
-        expected = [each for stage in history for each in stage[count]]
-        assert all(map(torch.equal, weights(pipe), expected))
+    plain = copy.deepcopy(model)
+    with pipeline(kind, model, devices, remat=remat, microbatches=microbatches or MICROBATCHES[kind]) as pipe:
+        assert_follows(pipe, kind, plain, batches(count), optimizer=optimizer, **how)
 
 
 @pytest.mark.in_pairs
@@ -125,13 +158,13 @@ def test_pipedream_has_the_weights_of_its_formula(devices: int, kind: str, model
     ("devices", "microbatches", "model"), [(2, 2, "linear"), (2, 4, "dropout"), (3, 4, "linear"), (4, 4, "dropout")]
 )
 def test_2bw_has_the_weights_of_its_formula(devices: int, microbatches: int, model: str) -> None:
-    check("2bw", make(model), devices, 6, momentum, microbatches=microbatches)
+    check("2bw", make(model), devices, 6, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 @pytest.mark.parametrize("kind", ["stashing", "2bw"])
 def test_remat_finds_the_version_of_its_forward(remat: Any, kind: str) -> None:
-    check(kind, make("dropout"), 3, 7, momentum, microbatches=4 if kind == "2bw" else 1, remat=remat)
+    check(kind, make("dropout"), 3, 7, remat=remat)
 
 
 class Checkpointed(nn.Module):
@@ -152,26 +185,21 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("kind", ["stashing", "2bw"])
 def test_a_checkpoint_in_a_layer_finds_the_version_of_its_forward(kind: str, remat: Any, use_reentrant: bool) -> None:
     """It computed with the weights that were newest when its backward came."""
-    blocks = [
-        layer if number % 2 else Checkpointed(layer, use_reentrant) for number, layer in enumerate(make("blocks"))
-    ]
-    model = nn.Sequential(nn.Linear(6, 6), *blocks)
-    check(kind, model, 3, 7, momentum, microbatches=4 if kind == "2bw" else 1, remat=remat)
+    layers = enumerate(make("blocks"))
+    blocks = [layer if number % 2 else Checkpointed(layer, use_reentrant) for number, layer in layers]
+    check(kind, nn.Sequential(nn.Linear(6, 6), *blocks), 3, 7, remat=remat)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
-def test_a_weight_that_a_forward_changes_is_refused(schedule: str) -> None:
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
+def test_a_weight_that_a_forward_changes_is_refused(kind: str) -> None:
     """Each version of it changed on its own, and some changes were lost."""
     model = nn.Sequential(nn.Embedding(10, 6, max_norm=1.0), *make("linear", 3))
     data = [(torch.randint(10, (8,)), torch.randn(8, 6)) for _ in range(6)]
+    told = r"a forward has changed the weight 0\.weight, as nn\.Embedding does with max_norm"
     with (
-        gapless.Pipeline(
-            model, devices=2, schedule=schedule, loss=F.mse_loss, microbatches=1 + (schedule == "2bw")
-        ) as p,
-        pytest.raises(
-            ConfigError, match=r"a forward has changed the weight 0\.weight, as nn\.Embedding does with max_norm"
-        ),
-        p.stream(optimizer=momentum) as stream,
+        pipeline(kind, model) as pipe,
+        pytest.raises(ConfigError, match=told),
+        pipe.stream(optimizer=momentum) as stream,
     ):
         list(stream.run(data))
 
@@ -180,7 +208,7 @@ def test_the_loss_of_a_minibatch_is_added_in_the_order_of_its_microbatches() -> 
     """Torch's sum of many numbers adds them in an order of its own."""
     model, data = make("linear", 2), batches(8, size=32)
     with (
-        gapless.Pipeline(model, devices=2, schedule="2bw", microbatches=32, loss=F.mse_loss) as pipe,
+        pipeline("2bw", model, microbatches=32) as pipe,
         pipe.stream(optimizer=lambda params: torch.optim.SGD(params, lr=0.0)) as stream,
     ):
         found = [result.loss for result in stream.run(data)]
@@ -188,12 +216,12 @@ def test_the_loss_of_a_minibatch_is_added_in_the_order_of_its_microbatches() -> 
         reduce(torch.add, [F.mse_loss(model(x), y).detach() / 32 for x, y in zip(a.split(1), b.split(1), strict=True)])
         for a, b in data
     ]
-    assert all(map(torch.equal, found, expected))
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 def test_schedulers_and_clipping_are_the_stage_s_own(kind: str) -> None:
-    check(kind, make("blocks"), 3, 8, momentum, scheduler=slower, clip=0.1, microbatches=4 if kind == "2bw" else 1)
+    check(kind, make("blocks"), 3, 8, scheduler=slower, clip=0.1)
 
 
 @pytest.mark.in_pairs
@@ -201,28 +229,12 @@ def test_schedulers_and_clipping_are_the_stage_s_own(kind: str) -> None:
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize("annealed_over", [None, 5])
 def test_corrections_are_those_of_their_formulas(kind: str, optimizer: Optimize, annealed_over: int | None) -> None:
-    check(
-        kind,
-        make("dropout"),
-        4,
-        9,
-        optimizer,
-        ahead=True,
-        annealed_over=annealed_over,
-        scheduler=slower,
-        drains={2, 5},
-        microbatches=4 if kind == "2bw" else 1,
-    )
+    how: Any = {"ahead": True, "annealed_over": annealed_over, "scheduler": slower, "drains": {2, 5}}
+    check(kind, make("dropout"), 4, 9, optimizer, **how)
 
 
 def test_the_nesterov_form_brings_its_own_optimizer() -> None:
-    with asked() as pipe:
-        with pytest.raises(ConfigError, match="leave optimizer= out"):
-            pipe.stream(optimizer=momentum, correction="nesterov")
-        with pytest.raises(ConfigError, match="give the learning rate to your optimizer"):
-            pipe.stream(optimizer=momentum, lr=0.1)
-        with pytest.raises(ConfigError, match="correction is 'other', but it must be"):
-            pipe.stream(optimizer=momentum, correction="other")  # type: ignore[arg-type]
+    with pipeline() as pipe:
         before = weights(pipe)
         with pipe.stream(correction="nesterov", lr=0.01) as stream:
             assert len(list(stream.run(batches(5)))) == 5
@@ -231,21 +243,21 @@ def test_the_nesterov_form_brings_its_own_optimizer() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 12])
 def test_few_minibatches_are_enough(count: int) -> None:
-    check("stashing", make("linear"), 4, count, momentum)
+    check("stashing", make("linear"), 4, count)
 
 
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_draining_in_between_changes_no_bit(kind: str, seed: int) -> None:
     drains = set(random.Random(seed).sample(range(14), 5))
-    check(kind, make("dropout"), 3, 14, adam, microbatches=4 if kind == "2bw" else 1, drains=drains)
+    check(kind, make("dropout"), 3, 14, adam, drains=drains)
 
 
 def test_a_frozen_parameter_and_one_without_gradient_are_shared_by_all_versions() -> None:
     model = make("linear")
     for each in model[0].parameters():
         each.requires_grad_(False)
-    check("stashing", model, 4, 8, momentum)
+    check("stashing", model, 4, 8)
 
 
 class Fails(nn.Linear):
@@ -269,25 +281,31 @@ def _raise(error: Exception, _: Tensor) -> None:
     raise error
 
 
-@pytest.mark.parametrize("where", [0, 3, 7])
-def test_a_forward_that_fails_leaves_the_model_at_its_minibatch(where: int) -> None:
+def failing(where: int, **at: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """A model whose layer `where` fails, and the same without."""
     model = make("linear")
-    model[where] = Fails(forward_at=5)
+    model[where] = Fails(**at)
     plain = copy.deepcopy(model)
     plain[where] = nn.Linear(6, 6)
     plain.load_state_dict(model.state_dict())
+    return model, plain
+
+
+@pytest.mark.parametrize("where", [0, 3, 7])
+def test_a_forward_that_fails_leaves_the_model_at_its_minibatch(where: int) -> None:
+    model, plain = failing(where, forward_at=5)
     data = batches(9)
-    with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
-        _, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
+    with pipeline("stashing", model, 4) as pipe:
+        known = by_formula(pipe, "stashing", plain, data)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ValueError, match="as told") as failed:
             list(stream.run(data))
         assert "the model is at minibatch 5" in failed.value.__notes__[-1]
         assert stream.minibatches == 5
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[5]]))
+        assert same(pipe.parameters(), known.at(5))
         with stream:  # it goes on as if nothing had happened
             assert len(list(stream.run(data[5:]))) == 4
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[9]]))
+        assert same(pipe.parameters(), known.at(9))
 
 
 class Counts(nn.Linear):
@@ -307,21 +325,20 @@ class Counts(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
 @pytest.mark.parametrize("fault", ["forward", "gradient"])
-def test_buffers_are_not_ahead_of_the_weights_after_a_failure(schedule: str, fault: str) -> None:
+def test_buffers_are_not_ahead_of_the_weights_after_a_failure(kind: str, fault: str) -> None:
     """A run that failed and went on leaves the buffers of one that never did."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Counts(), nn.BatchNorm1d(6), nn.Linear(6, 6))
 
-    microbatches, data, plain = 1 if schedule == "pipedream" else 3, batches(6), model()
+    data, plain, other = batches(6), model(), model()
     bad = torch.full((8, 6), torch.inf) if fault == "gradient" else torch.zeros(8, 5)
-    with asked(plain, schedule, microbatches=microbatches) as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline(kind, plain) as pipe, pipe.stream(optimizer=momentum) as stream:
         list(stream.run(data))
-    other = model()
-    with asked(other, schedule, microbatches=microbatches) as pipe:
+    with pipeline(kind, other) as pipe:
         stream = pipe.stream(optimizer=momentum)
         # Targets of another shape fail in the last stage, when the first has gone on.
         with pytest.raises((GaplessError, RuntimeError)):
@@ -334,9 +351,7 @@ def test_buffers_are_not_ahead_of_the_weights_after_a_failure(schedule: str, fau
 
 
 def test_a_backward_that_fails_breaks_the_stream_and_says_where_each_stage_is() -> None:
-    model = make("linear")
-    model[3] = Fails(backward_at=4)
-    with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+    with pipeline("stashing", failing(3, backward_at=4)[0], 4) as pipe:
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ValueError, match="as told") as failed:
             list(stream.run(batches(9)))
@@ -349,7 +364,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     data = batches(6)
     data[3][0][0, 0] = float("inf")
     model = make("linear")
-    with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+    with pipeline("stashing", model) as pipe:
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(GaplessError, match=r"of minibatch 3 at stage [01] is not finite"):
             list(stream.run(data))
@@ -377,7 +392,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 
 @pytest.mark.parametrize("by", ["optimizer", "scheduler"])
 def test_an_update_that_fails_alike_on_all_stages_is_half_made_and_not_whole(by: str) -> None:
-    with asked() as pipe:
+    with pipeline() as pipe:
         stream = pipe.stream(
             optimizer=(lambda params: Stumbles(params, lr=0.1)) if by == "optimizer" else momentum,
             scheduler=None if by == "optimizer" else one_cycle,
@@ -394,8 +409,7 @@ def test_an_update_that_fails_alike_on_all_stages_is_half_made_and_not_whole(by:
 def test_a_microbatch_of_ignored_targets_does_not_count_in_the_loss(ignored: slice) -> None:
     x, y = torch.randn(8, 6), torch.randint(6, (8,))
     y[ignored] = -100
-    pipe = gapless.Pipeline(make("linear"), devices=2, schedule="2bw", microbatches=4, loss=F.cross_entropy)
-    with pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline("2bw", loss=F.cross_entropy) as pipe, pipe.stream(optimizer=momentum) as stream:
         (result,) = stream.run([(x, y)])
     with torch.no_grad():
         expected = F.cross_entropy(make("linear")(x), y)
@@ -405,56 +419,71 @@ def test_a_microbatch_of_ignored_targets_does_not_count_in_the_loss(ignored: sli
 def test_evaluation_after_a_drain_uses_the_newest_weights_and_changes_nothing() -> None:
     data, model = batches(10), make("blocks")
     plain = copy.deepcopy(model)
-    with gapless.Pipeline(model, devices=3, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
-        _, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
+    with pipeline("stashing", model, 3) as pipe:
+        known = by_formula(pipe, "stashing", plain, data)
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(data[:6]))
             stream.drain()
             found = pipe.evaluate(*data[0]).outputs
             list(stream.run(data[6:]))
-        for each, value in zip(plain.parameters(), [each for stage in history for each in stage[6]], strict=True):
+        for each, value in zip(plain.parameters(), known.at(6), strict=True):
             each.data = value
         assert torch.equal(found, plain.eval()(data[0][0]))
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[10]]))
+        assert same(pipe.parameters(), known.at(10))
 
 
-def asked(model: nn.Sequential | None = None, schedule: str = "pipedream", **options: Any) -> gapless.Pipeline:
-    return gapless.Pipeline(
-        make("linear") if model is None else model,
-        devices=2,
-        schedule=schedule,
-        microbatches=options.pop("microbatches", 1),
-        loss=F.mse_loss,
-        **options,
-    )
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}, "pass a function that makes one"),
+    ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+    ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau needs a metric"),
+    ({"scheduler": 3}, "every stage has a scheduler of its own: pass a function"),
+    ({"clip": 0}, "clip is 0, but it must be a norm above 0"),
+    ({"clip": "1"}, "clip is '1', but it must be a norm above 0"),
+    ({"vertical": "no"}, "vertical is 'no', but it must be True or False"),
+    ({"split": None}, "split is None, but it must be True or False"),
+    ({"in_flight": 2.5}, "in_flight is 2.5, but it must be a whole number"),
+    ({"in_flight": 0}, "in_flight is 0, but it must be a whole number"),
+    ({"in_flight": True}, "in_flight is True, but it must be a whole number"),
+    ({"lr": 0.1}, "give the learning rate to your optimizer"),
+    ({"correction": "nesterov"}, "leave optimizer= out"),
+    ({"correction": "other"}, "correction is 'other', but it must be"),
+    ({"optimizer": None, "correction": "nesterov", "lr": "1"}, "lr is '1', but it must be a number"),
+]
 
 
 def test_what_a_stream_can_not_do_is_refused_with_the_way_out() -> None:
-    with asked() as pipe:
-        with pytest.raises(ConfigError, match="pass a function that makes one"):
-            pipe.stream(optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pipeline() as pipe:
+        for asked, told in REFUSED:
+            with pytest.raises(ConfigError, match=told):
+                pipe.stream(**{"optimizer": momentum, **asked})
         with pytest.raises(ConfigError, match="make it from the parameters that it is given"):
             pipe.stream(optimizer=lambda _: momentum(list(pipe.parameters())))
-        with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric"):
-            pipe.stream(optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
         with pytest.raises(ConfigError, match="has no steps"):
             pipe.step(*batches(1)[0])
-        with pytest.raises(ConfigError, match="clip is 0, but it must be a norm above 0"):
-            pipe.stream(optimizer=momentum, clip=0)
-    with asked(schedule="1f1b") as pipe, pytest.raises(ConfigError, match="the schedule is synchronous"):
-        pipe.stream(optimizer=momentum)
+        assert "no bubble in a long stream" in str(pipe)
     with pytest.raises(GaplessError, match="pipedream takes minibatches whole"):
-        asked(microbatches=4)
-    tied = make("linear")
+        pipeline(microbatches=4)
+    tied, marked, carrying, before = (make("linear") for _ in range(4))
     tied[7].weight = tied[0].weight
-    with asked(tied) as pipe, pytest.raises(ConfigError, match=r"0\.weight is used by several stages"):
-        pipe.stream(optimizer=momentum)
-    with asked(batchnorm="deferred") as pipe, pytest.raises(ConfigError, match="use 'microbatch'"):
+    marked[2].weight = Marked(torch.zeros(6, 6))
+    carrying[2].weight.scale = 2.0  # type: ignore[union-attr]
+    before[2].weight.grad = torch.zeros(6, 6)
+    for model, options, told in (
+        (tied, {}, r"0\.weight is used by several stages"),
+        (marked, {}, "or has attributes of its own"),
+        (carrying, {}, "or has attributes of its own"),
+        (before, {}, "drop it with zero_grad"),
+        (make("linear"), {"batchnorm": "deferred"}, "use 'microbatch'"),
+    ):
+        with pipeline("stashing", model, **options) as pipe, pytest.raises(ConfigError, match=told):
+            pipe.stream(optimizer=momentum)
+    synchronous = gapless.Pipeline(make("linear"), devices=2, schedule="1f1b", loss=F.mse_loss)
+    with synchronous as pipe, pytest.raises(ConfigError, match="the schedule is synchronous"):
         pipe.stream(optimizer=momentum)
 
 
 def test_a_minibatch_that_is_too_small_is_refused() -> None:
-    with asked(schedule="2bw", microbatches=4) as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline("2bw") as pipe, pipe.stream(optimizer=momentum) as stream:
         with pytest.raises(ConfigError, match="drop the last minibatch of the loader"):
             list(stream.run(batches(1, size=3)))
         assert len(list(stream.run(batches(2)))) == 2
@@ -462,16 +491,10 @@ def test_a_minibatch_that_is_too_small_is_refused() -> None:
 
 def test_a_batch_that_is_no_pair_is_refused_by_its_number() -> None:
     (x, y), *_ = batches(1)
-    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline() as pipe, pipe.stream(optimizer=momentum) as stream:
         with pytest.raises(ConfigError, match="minibatch 2 is a tuple of 3, but it must be inputs and a target"):
             list(stream.run([(x, y), (x, y), (x, x, y)]))
         assert stream.minibatches == 2
-
-
-@pytest.mark.parametrize("value", [2.5, 0, True])
-def test_whole_minibatches_are_under_way(value: Any) -> None:
-    with asked() as pipe, pytest.raises(ConfigError, match=r"in_flight is .*, but it must be a whole number"):
-        pipe.stream(optimizer=momentum, in_flight=value)
 
 
 def test_a_loader_that_raises_leaves_a_stream_that_is_drained() -> None:
@@ -479,7 +502,7 @@ def test_a_loader_that_raises_leaves_a_stream_that_is_drained() -> None:
         yield from batches(3)
         raise OSError("no more disk")
 
-    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline() as pipe, pipe.stream(optimizer=momentum) as stream:
         with pytest.raises(OSError, match="no more disk") as failed:
             list(stream.run(loader()))
         assert failed.value.__notes__ == ["gapless: the model is at minibatch 3, and so are all stages"]
@@ -493,7 +516,7 @@ def test_a_run_has_the_results_of_its_own_loader(leave: str, drain: bool) -> Non
         yield from batches(4)
         raise KeyboardInterrupt if leave == "interrupt" else OSError("as told")
 
-    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline() as pipe, pipe.stream(optimizer=momentum) as stream:
         if leave == "break":
             for _ in stream.run(batches(9)):
                 break
@@ -507,7 +530,7 @@ def test_a_run_has_the_results_of_its_own_loader(leave: str, drain: bool) -> Non
 
 
 def test_leaving_a_loop_early_drains_what_was_fed() -> None:
-    with asked() as pipe:
+    with pipeline() as pipe:
         with pipe.stream(optimizer=momentum) as stream:
             for result in stream.run(batches(20)):
                 if result.minibatch == 4:
@@ -521,48 +544,41 @@ def test_leaving_a_loop_early_drains_what_was_fed() -> None:
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 def test_autocast_may_keep_no_casts_of_weights_that_are_updated(kind: str) -> None:
     """It trained on with the first weights for ever."""
-    schedule, vertical = RULES[kind]
-    microbatches = 4 if kind == "2bw" else 1
     data, model = batches(8), make("blocks")
     low = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-    with asked(model, schedule, microbatches=microbatches) as pipe:
+    with pipeline(kind, model) as pipe:
         with low():
-            losses, history = reference.trained(
-                model, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches
-            )
-        with pipe.stream(optimizer=momentum, vertical=vertical) as stream:
+            known = by_formula(pipe, kind, model, data)
+        with pipe.stream(optimizer=momentum, vertical=RULES[kind][1]) as stream:
             with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="cache_enabled=False"):
                 list(stream.run(data))
             with low():
                 found = [result.loss for result in stream.run(data)]
-        assert all(map(torch.equal, found, losses))
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[8]]))
+        assert same(found, known.losses)
+        assert same(pipe.parameters(), known.at(8))
 
 
 @pytest.mark.parametrize("kind", ["stashing", "2bw"])
 def test_minibatches_run_under_the_settings_of_their_own_run(kind: str) -> None:
     """What is under way is finished under those that it was begun with."""
-    data, model, microbatches = batches(9), make("blocks"), 4 if kind == "2bw" else 1
+    data, model = batches(9), make("blocks")
     low = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
-    with asked(model, RULES[kind][0], microbatches=microbatches) as pipe:
-        losses, history = reference.trained(
-            model, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches,
-            around=lambda minibatch: low(enabled=3 <= minibatch < 6),
-        )  # fmt: skip
+    with pipeline(kind, model) as pipe:
+        known = by_formula(pipe, kind, model, data, around=lambda minibatch: low(enabled=3 <= minibatch < 6))
         with pipe.stream(optimizer=momentum) as stream:
             found = [result.loss for result in stream.run(data[:3])]
             assert stream.is_running
             with low():
                 found += [result.loss for result in stream.run(data[3:6])]
             found += [result.loss for result in stream.run(data[6:])]
-        assert all(map(torch.equal, found, losses))
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[9]]))
+        assert same(found, known.losses)
+        assert same(pipe.parameters(), known.at(9))
 
 
 @pytest.mark.parametrize("taken", [1, 6])
 def test_closing_a_pipeline_ends_a_stream_that_was_not_drained(taken: int) -> None:
     """It waited for ever."""
-    with asked() as pipe:
+    with pipeline() as pipe:
         results = pipe.stream(optimizer=momentum).run(batches(6))
         for _ in range(taken):
             next(results)
@@ -575,7 +591,7 @@ def test_weights_of_other_stages_may_not_be_used() -> None:
     def penalised(outputs: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(outputs, target) + sum(each.square().sum() for each in model.parameters())
 
-    with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=penalised) as pipe:
+    with pipeline("stashing", model, loss=penalised) as pipe:
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ConfigError, match="uses weights of another stage"):
             list(stream.run(batches(3)))
@@ -583,7 +599,7 @@ def test_weights_of_other_stages_may_not_be_used() -> None:
 
 
 def test_without_gradients_nothing_is_streamed() -> None:
-    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline() as pipe, pipe.stream(optimizer=momentum) as stream:
         for off in (torch.no_grad, torch.inference_mode):
             with off(), pytest.raises(ConfigError, match="run it outside no_grad"):
                 list(stream.run(batches(1)))
@@ -592,7 +608,7 @@ def test_without_gradients_nothing_is_streamed() -> None:
 @pytest.mark.parametrize("change", ["in place", "data", "loaded", "frozen", "another stream"])
 def test_weights_that_changed_between_two_runs_are_refused(change: str) -> None:
     model, data = make("linear"), batches(4)
-    with asked(model) as pipe:
+    with pipeline("stashing", model) as pipe:
         first, second = pipe.stream(optimizer=momentum), pipe.stream(optimizer=momentum)
         with first:
             list(first.run(data))
@@ -630,30 +646,15 @@ def test_an_optimizer_that_assigns_new_data_trains() -> None:
         check("stashing", make("linear"), devices, 6, lambda params: Assigning(params, lr=0.1))
 
 
-def test_a_pipeline_that_streams_is_described_without_the_bubble_of_one_minibatch() -> None:
-    with asked() as pipe:
-        assert "no bubble in a long stream" in str(pipe)
-
-
 def test_2bw_evaluates() -> None:
     model, (x, y) = make("blocks"), batches(1)[0]
-    with asked(model, "2bw", microbatches=4) as pipe:
+    with pipeline("2bw", model) as pipe:
         found = pipe.evaluate(x, y).outputs
     assert torch.equal(found, torch.cat([model.eval()(part) for part in x.tensor_split(4)]))
 
 
-def test_what_versions_would_not_have_is_refused() -> None:
-    marked, carrying, before = make("linear"), make("linear"), make("linear")
-    marked[2].weight = Marked(torch.zeros(6, 6))
-    carrying[2].weight.scale = 2.0  # type: ignore[union-attr]
-    for model in (marked, carrying):
-        with asked(model) as pipe, pytest.raises(ConfigError, match="or has attributes of its own"):
-            pipe.stream(optimizer=momentum)
-    before[2].weight.grad = torch.zeros(6, 6)
-    with asked(before) as pipe, pytest.raises(ConfigError, match="drop it with zero_grad"):
-        pipe.stream(optimizer=momentum)
-    with asked() as pipe, pytest.raises(ConfigError, match="LBFGS"):
-        pipe.stream(optimizer=torch.optim.LBFGS)
+class Marked(nn.Parameter):
+    pass
 
 
 class Loose(nn.Linear):
@@ -667,17 +668,16 @@ def test_tensors_that_learn_but_are_no_parameters_are_refused(learns: Tensor) ->
     for kept in ([learns], {"a": learns}) if isinstance(learns, nn.Parameter) else ([learns], (learns,), learns):
         model = make("linear")
         model[5] = Loose(kept)
-        with asked(model) as pipe, pytest.raises(ConfigError, match=r"Loose\.kept at stage 1 has tensors that learn"):
+        with (
+            pipeline("stashing", model) as pipe,
+            pytest.raises(ConfigError, match=r"Loose\.kept at stage 1 has tensors that learn"),
+        ):
             pipe.stream(optimizer=momentum)
     model, layer = make("linear"), Loose([torch.ones(6)])
     layer.kept.append(layer.weight)
     model[5] = layer
-    with asked(model) as pipe, pipe.stream(optimizer=momentum) as stream:
+    with pipeline("stashing", model) as pipe, pipe.stream(optimizer=momentum) as stream:
         assert len(list(stream.run(batches(2)))) == 2
-
-
-class Marked(nn.Parameter):
-    pass
 
 
 @pytest.mark.gpu
@@ -686,22 +686,9 @@ class Marked(nn.Parameter):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_streams_of_one_gpu_have_the_weights_of_the_formula(kind: str, ahead: bool) -> None:
     torch.use_deterministic_algorithms(True)
-    schedule, vertical = RULES[kind]
-    microbatches = 4 if kind == "2bw" else 1
     data = [(x.cuda(), y.cuda()) for x, y in batches(12)]
-    model, plain = make("dropout"), make("dropout").cuda()
-    with gapless.Pipeline(
-        model, devices=["cuda:0"] * 3, schedule=schedule, microbatches=microbatches, loss=F.mse_loss, seed=SEED
-    ) as pipe:
-        losses, history = reference.trained(
-            plain, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches,
-            seed=SEED, ahead=ahead,
-        )  # fmt: skip
-        with pipe.stream(optimizer=momentum, vertical=vertical, correction="spectrain" if ahead else None) as stream:
-            found = [result.loss for result in stream.run(data)]
-        assert all(map(torch.equal, found, losses))
-        expected = [each for stage in history for each in stage[12]]
-        assert all(map(torch.equal, weights(pipe), expected))
+    with pipeline(kind, make("dropout"), devices=["cuda:0"] * 3) as pipe:
+        assert_follows(pipe, kind, make("dropout").cuda(), data, optimizer=momentum, ahead=ahead)
 
 
 @pytest.mark.gpu
@@ -710,15 +697,8 @@ def test_a_stream_takes_no_graphs_where_they_are_tried() -> None:
     """A graph knows the memory of one version."""
     torch.use_deterministic_algorithms(True)
     data = [(x.cuda(), y.cuda()) for x, y in batches(40)]
-    with gapless.Pipeline(
-        make("blocks"), devices=["cuda:0"] * 3, schedule="pipedream", microbatches=1, loss=F.mse_loss, graphs="auto"
-    ) as pipe:
-        _, history = reference.trained(
-            make("blocks").cuda(), pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
-        )
-        with pipe.stream(optimizer=momentum) as stream:
-            list(stream.run(data))
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[40]]))
+    with pipeline("stashing", make("blocks"), devices=["cuda:0"] * 3, graphs="auto") as pipe:
+        assert_follows(pipe, "stashing", make("blocks").cuda(), data, optimizer=momentum)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -727,7 +707,7 @@ def test_weights_that_were_changed_behind_the_back_of_autograd_are_noticed(dtype
     data = [(x.to(dtype), y.to(dtype)) for x, y in batches(4)]
     for place in (0, -1):
         model = nn.Sequential(*(nn.Linear(6, 6, dtype=dtype) for _ in range(4)))
-        with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        with pipeline("stashing", model) as pipe:
             stream = pipe.stream(optimizer=momentum)
             list(stream.run(data))
             stream.drain()
@@ -741,32 +721,16 @@ def test_weights_that_were_changed_behind_the_back_of_autograd_are_noticed(dtype
 
 def test_a_stream_keeps_its_pipeline() -> None:
     """One that nobody else held was closed, and the stream failed with words of its own insides."""
-    stream = gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss).stream(
-        optimizer=momentum
-    )
+    stream = pipeline().stream(optimizer=momentum)
     gc.collect()
     with stream:
         assert len(list(stream.run(batches(5)))) == 5
 
 
-def test_what_a_stream_is_asked_for_is_checked() -> None:
-    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
-        wrong: list[tuple[dict[str, Any], str]] = [
-            ({"vertical": "no"}, "vertical is 'no', but it must be True or False"),
-            ({"split": None}, "split is None, but it must be True or False"),
-            ({"clip": "1"}, "clip is '1', but it must be a norm above 0"),
-            ({"scheduler": 3}, "every stage has a scheduler of its own: pass a function"),
-            ({"optimizer": None, "correction": "nesterov", "lr": "1"}, "lr is '1', but it must be a number"),
-        ]
-        for asked, told in wrong:
-            with pytest.raises(ConfigError, match=told):
-                pipe.stream(**{"optimizer": momentum, **asked})
-
-
 def test_a_run_or_a_stream_that_begins_under_another_is_told() -> None:
     """Two runs in turn got each other's results; two streams were told of an edit of the model."""
     data = batches(6)
-    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+    with pipeline() as pipe:
         one, other = pipe.stream(optimizer=momentum), pipe.stream(optimizer=momentum)
         first = one.run(data)
         next(first)
@@ -780,7 +744,7 @@ def test_a_run_or_a_stream_that_begins_under_another_is_told() -> None:
 
 
 def test_a_pipeline_that_is_closed_under_its_stream_says_so() -> None:
-    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+    with pipeline() as pipe:
         results = pipe.stream(optimizer=momentum).run(batches(9))
         next(results)
     with pytest.raises(

@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import gapless
 from gapless.run.streams.stream import Stream
-from tests.run.streams.test_stream import RULES, adam, batches, make, momentum
+from tests.run.streams.test_stream import RULES, adam, batches, make, momentum, pipeline
 
 KEPT = {"stashing": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "2bw": [2, 2, 2, 2]}
-MICROBATCHES = {"stashing": 1, "vertical": 1, "2bw": 4}
-
-
-def pipeline(kind: str, devices: int = 4) -> gapless.Pipeline:
-    return gapless.Pipeline(
-        make("dropout"), devices=devices, schedule=RULES[kind][0], microbatches=MICROBATCHES[kind], loss=F.mse_loss
-    )
 
 
 @pytest.mark.in_pairs
@@ -30,7 +21,7 @@ def test_weight_bytes_are_those_of_the_formula(kind: str, correction: Any, froze
     """Stashing K - r versions, vertical sync K, 2bw 2, and one more where weights are predicted, which they are not
     without delay. What never changes is there once.
     """
-    with pipeline(kind) as pipe:
+    with pipeline(kind, make("dropout"), 4) as pipe:
         for layer in pipe.module().children():
             layer.norm.requires_grad_(not frozen)
         with pipe.stream(optimizer=momentum, vertical=RULES[kind][1], correction=correction) as stream:
@@ -56,7 +47,10 @@ def test_there_is_no_version_more_while_an_update_is_made(kind: str) -> None:
                     most[number] = max(most.get(number, 0), device.versions.num_bytes)
             super().step(closure)
 
-    with pipeline(kind) as pipe, pipe.stream(optimizer=lambda params: Counts(params, lr=0.1)) as stream:
+    with (
+        pipeline(kind, make("dropout"), 4) as pipe,
+        pipe.stream(optimizer=lambda params: Counts(params, lr=0.1)) as stream,
+    ):
         list(stream.run(batches(9)))
         stream.drain()
         assert [most[number] for number in range(4)] == stream.weight_bytes
@@ -73,7 +67,7 @@ def what_is_there(stream: Stream) -> tuple[int, int, list[int], list[int]]:
 
 def stays_flat(kind: str, rounds: int, count: int, **options: Any) -> None:
     data = batches(count)
-    with pipeline(kind) as pipe, pipe.stream(vertical=RULES[kind][1], **options) as stream:
+    with pipeline(kind, make("dropout"), 4) as pipe, pipe.stream(vertical=RULES[kind][1], **options) as stream:
         before = None
         for _ in range(rounds):
             for _ in stream.run(data):

@@ -16,10 +16,19 @@ import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.run.streams.stream import Stream
 from gapless.run.streams.stream_state import _KEYS
-from tests.run.streams import reference
-from tests.run.streams.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower, weights
-
-MICROBATCHES = {"stashing": 1, "vertical": 1, "2bw": 4}
+from tests.run.streams.test_stream import (
+    RULES,
+    adam,
+    batches,
+    by_formula,
+    failing,
+    make,
+    momentum,
+    pipeline,
+    same,
+    slower,
+    weights,
+)  # fmt: skip
 
 
 def taken_apart(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
@@ -50,18 +59,6 @@ def through_files(folder: Path, state: Any) -> Any:
     return put_together(json.loads((folder / "state.json").read_text()), load_file(folder / "state.safetensors"))
 
 
-def pipeline(kind: str, model: nn.Module | None = None, devices: int = 3, **options: Any) -> gapless.Pipeline:
-    return gapless.Pipeline(
-        make("dropout") if model is None else model,
-        devices=devices,
-        schedule=RULES[kind][0],
-        microbatches=MICROBATCHES[kind],
-        loss=F.mse_loss,
-        seed=SEED,
-        **options,
-    )
-
-
 def stream_of(pipe: gapless.Pipeline, kind: str, **options: Any) -> Stream:
     return pipe.stream(vertical=RULES[kind][1], **{"optimizer": momentum, **options})
 
@@ -74,13 +71,10 @@ def interrupted(kind: str, count: int, interruptions: int, seed: int, folder: Pa
     """Drained, evaluated, restored, or moved to a pipeline that was built anew, at random minibatches."""
     chosen, data, plain = random.Random(seed), batches(count), make("dropout")
     cuts = sorted(chosen.sample(range(count), interruptions))
-    pipe = pipeline(kind)
+    pipe = pipeline(kind, make("dropout"), 3)
     made = {key: options[key] for key in ("optimizer", "scheduler") if key in options}
-    losses, history = reference.trained(
-        plain, pipe.partition, kind, data, loss=F.mse_loss, microbatches=MICROBATCHES[kind], seed=SEED,
-        ahead=options.get("correction") == "spectrain", annealed_over=options.get("lr_by_delay"),
-        **{"optimizer": momentum, **made},
-    )  # fmt: skip
+    ahead, annealed_over = options.get("correction") == "spectrain", options.get("lr_by_delay")
+    known = by_formula(pipe, kind, plain, data, ahead=ahead, annealed_over=annealed_over, **made)
     stream, found = stream_of(pipe, kind, **options), []
     for start, end in zip([0, *cuts], [*cuts, count], strict=True):
         found += [result.loss for result in stream.run(data[start:end])]
@@ -97,7 +91,7 @@ def interrupted(kind: str, count: int, interruptions: int, seed: int, folder: Pa
             pipe.close()
             other = make("dropout")
             other.load_state_dict({name: torch.zeros_like(each) for name, each in other.state_dict().items()})
-            pipe = pipeline(kind, other)
+            pipe = pipeline(kind, other, 3)
         if how in ("restore", "anew"):
             pipe.load_state_dict(whole)
             stream = stream_of(pipe, kind, **options)
@@ -105,8 +99,8 @@ def interrupted(kind: str, count: int, interruptions: int, seed: int, folder: Pa
             stream.load_state_dict(state)
             assert stream.minibatches == end
     stream.drain()
-    assert all(map(torch.equal, found, losses))
-    assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[count]]))
+    assert same(found, known.losses)
+    assert same(pipe.parameters(), known.at(count))
     pipe.close()
 
 
@@ -134,7 +128,7 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(12)]
     ends = []
     for cuts in ((), (3, 7, 8)):
-        with pipeline(kind, make("dropout").bfloat16()) as pipe:
+        with pipeline(kind, make("dropout").bfloat16(), 3) as pipe:
             stream = pipe.stream(vertical=RULES[kind][1], correction="nesterov", lr=0.01)
             for start, end in zip((0, *cuts), (*cuts, 12), strict=True):
                 list(stream.run(data[start:end]))
@@ -142,7 +136,7 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
                 stream = pipe.stream(vertical=RULES[kind][1], correction="nesterov", lr=0.01)
                 stream.load_state_dict(state)
             ends.append(weights(pipe))
-    assert all(map(torch.equal, *ends))
+    assert same(*ends)
 
 
 @pytest.mark.in_pairs
@@ -150,33 +144,32 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
 @pytest.mark.parametrize("how", ["left out", "ignored"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_without_versions_a_stream_starts_anew_at_its_minibatch(kind: str, how: str, ahead: bool) -> None:
-    data, more = batches(11), {"correction": "spectrain", "lr_by_delay": 9} if ahead else {}
-    with pipeline(kind) as pipe:
-        losses, history = reference.trained(
-            make("dropout"), pipe.partition, kind, data, loss=F.mse_loss, optimizer=adam, scheduler=slower,
-            microbatches=MICROBATCHES[kind], seed=SEED, anew=5, ahead=ahead, annealed_over=9 if ahead else None,
-        )  # fmt: skip
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
+    data, how = batches(11), {"optimizer": adam, "scheduler": slower}
+    asked = {**how, "correction": "spectrain", "lr_by_delay": 9} if ahead else how
+    with pipeline(kind, make("dropout"), 3) as pipe:
+        annealed_over = 9 if ahead else None
+        known = by_formula(pipe, kind, make("dropout"), data, anew=5, ahead=ahead, annealed_over=annealed_over, **how)
+        stream = stream_of(pipe, kind, **asked)
         found = [result.loss for result in stream.run(data[:5])]
         state = copy.deepcopy(stream.state_dict(versions=how != "left out"))
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
+        stream = stream_of(pipe, kind, **asked)
         stream.load_state_dict(state, versions=how == "left out")
         found += [result.loss for result in stream.run(data[5:7])]
         state = copy.deepcopy(stream.state_dict())  # of a stream that has begun anew before
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
+        stream = stream_of(pipe, kind, **asked)
         stream.load_state_dict(state)
         found += [result.loss for result in stream.run(data[7:])]
         stream.drain()
-        assert all(map(torch.equal, found, losses))
-        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[11]]))
+        assert same(found, known.losses)
+        assert same(pipe.parameters(), known.at(11))
 
 
 def test_without_versions_other_devices_may_go_on() -> None:
-    with pipeline("stashing", devices=4) as pipe:
+    with pipeline("stashing", make("dropout"), 4) as pipe:
         stream = stream_of(pipe, "stashing", scheduler=slower)
         list(stream.run(batches(5)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
-    with pipeline("2bw", devices=2) as pipe:
+    with pipeline("2bw", make("dropout")) as pipe:
         pipe.load_state_dict(whole)
         stream = stream_of(pipe, "2bw", scheduler=slower)
         with pytest.raises(ConfigError, match="versions for stashing with 4 stages, but the stream is 2bw with 2"):
@@ -195,7 +188,7 @@ def test_without_versions_other_devices_may_go_on() -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
-    with pipeline("stashing") as pipe:
+    with pipeline("stashing", make("dropout"), 3) as pipe:
         stream = stream_of(pipe, "stashing", scheduler=slower)
         list(stream.run(batches(4)))
         state = copy.deepcopy(stream.state_dict())
@@ -209,17 +202,15 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
         with pytest.raises(ConfigError, match="versions for stashing with 3 stages, but the stream is vertical"):
             stream_of(pipe, "vertical", scheduler=slower).load_state_dict(state)
         assert stream.minibatches == 8
-        assert all(map(torch.equal, before, weights(pipe)))
-    with pipeline("stashing", partition=[2, 2, 4]) as pipe, pytest.raises(ConfigError, match="has other parameters"):
+        assert same(before, pipe.parameters())
+    other = pipeline("stashing", make("dropout"), 3, partition=[2, 2, 4])
+    with other as pipe, pytest.raises(ConfigError, match="has other parameters"):
         stream_of(pipe, "stashing", scheduler=slower).load_state_dict(state)
 
 
-def saved_by(optimizer: Any, count: int = 3, **options: Any) -> Any:
+def saved_by(optimizer: Any, count: int = 3) -> Any:
     """The states of a stream and of its model."""
-    with (
-        pipeline("stashing", make("linear"), **options) as pipe,
-        stream_of(pipe, "stashing", optimizer=optimizer) as one,
-    ):
+    with pipeline() as pipe, stream_of(pipe, "stashing", optimizer=optimizer) as one:
         list(one.run(batches(count)))
         return copy.deepcopy([one.state_dict(), pipe.state_dict()])
 
@@ -227,7 +218,7 @@ def saved_by(optimizer: Any, count: int = 3, **options: Any) -> Any:
 @pytest.mark.parametrize(("of", "into"), [(momentum, adam), (adam, momentum)])
 def test_the_state_of_another_optimizer_is_refused_and_nothing_is_changed(of: Any, into: Any) -> None:
     state, whole = saved_by(of)
-    with pipeline("stashing", make("linear")) as pipe:
+    with pipeline() as pipe:
         pipe.load_state_dict(whole)
         stream = stream_of(pipe, "stashing", optimizer=into)
         before = copy.deepcopy(stream.state_dict())
@@ -245,7 +236,7 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_changed(of: An
 def test_what_is_no_state_of_a_stream_is_refused(lacks: str) -> None:
     state, whole = saved_by(momentum, 1)
     state.pop(lacks, None)
-    with pipeline("stashing", make("linear")) as pipe:
+    with pipeline() as pipe:
         pipe.load_state_dict(whole)
         with pytest.raises(ConfigError, match="this is no state of a stream"):
             stream_of(pipe, "stashing").load_state_dict(whole if lacks == "all" else state)
@@ -261,25 +252,25 @@ def test_a_group_without_parameters_is_restored() -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(6, 6, bias=place < 2) for place in range(4)))
 
-    with pipeline("stashing", model(), devices=2) as pipe, stream_of(pipe, "stashing", optimizer=by_shape) as stream:
+    with pipeline("stashing", model()) as pipe, stream_of(pipe, "stashing", optimizer=by_shape) as stream:
         list(stream.run(batches(3)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
         list(stream.run(batches(3)))
         stream.drain()
         expected = weights(pipe)
-    with pipeline("stashing", model(), devices=2) as pipe:
+    with pipeline("stashing", model()) as pipe:
         pipe.load_state_dict(whole)
         with stream_of(pipe, "stashing", optimizer=by_shape) as stream:
             stream.load_state_dict(state)
             list(stream.run(batches(3)))
-        assert all(map(torch.equal, weights(pipe), expected))
+        assert same(pipe.parameters(), expected)
 
 
 @pytest.mark.parametrize("versions", [True, False])
 def test_weights_in_other_places_are_told_from_those_of_the_state(versions: bool) -> None:
     state, whole = saved_by(momentum)
     whole["3.weight"] = whole["3.weight"].flip(0)
-    with pipeline("stashing", make("linear")) as pipe:
+    with pipeline() as pipe:
         pipe.load_state_dict(whole)
         with pytest.raises(ConfigError, match=r"\(3\.weight\): load the model's state first"):
             stream_of(pipe, "stashing").load_state_dict(state, versions=versions)
@@ -295,15 +286,11 @@ class Scaled(nn.Module):
 
 
 def test_the_state_of_a_loss_is_asked_for_by_name() -> None:
-    def made(loss: nn.Module) -> gapless.Pipeline:
-        return gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=loss)
-
-    loss = Scaled()
-    with made(loss) as pipe, pipe.stream(optimizer=momentum) as stream:
+    loss, other = Scaled(), Scaled()
+    with pipeline(loss=loss) as pipe, pipe.stream(optimizer=momentum) as stream:
         list(stream.run(batches(2)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
-    other = Scaled()
-    with made(other) as pipe:
+    with pipeline(loss=other) as pipe:
         pipe.load_state_dict(whole)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ConfigError, match="load the loss's own state too"):
@@ -316,7 +303,7 @@ def test_the_state_of_a_loss_is_asked_for_by_name() -> None:
 def test_the_state_of_other_replicas_starts_anew() -> None:
     state, whole = saved_by(momentum, 3)
     state["replicas"] = 4
-    with pipeline("stashing", make("linear")) as pipe:
+    with pipeline() as pipe:
         pipe.load_state_dict(whole)
         stream = stream_of(pipe, "stashing")
         with pytest.raises(ConfigError, match="versions for 4 replicas"):
@@ -332,16 +319,14 @@ class Odd(torch.optim.lr_scheduler.StepLR):
 
 
 def test_what_is_no_plain_value_is_refused() -> None:
-    with pipeline("stashing") as pipe:
+    with pipeline() as pipe:
         stream = stream_of(pipe, "stashing", scheduler=Odd)
         with pytest.raises(ConfigError, match="the scheduler keeps a object in its state"):
             stream.state_dict()
 
 
 def test_a_stream_that_failed_in_a_backward_has_no_state_until_one_is_loaded() -> None:
-    model = make("linear")
-    model[3] = Fails(backward_at=6)
-    with pipeline("stashing", model, devices=4) as pipe:
+    with pipeline("stashing", failing(3, backward_at=6)[0], 4) as pipe:
         stream = stream_of(pipe, "stashing")
         list(stream.run(batches(2)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])

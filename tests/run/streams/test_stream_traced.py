@@ -6,16 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage.split.deferred import defer
 from tests.run.streams import reference
-from tests.run.streams.test_stream import RULES, SEED, Block, adam, batches, check, make, momentum, slower, weights
+from tests.run.streams.test_stream import (
+    MICROBATCHES,
+    RULES,
+    SEED,
+    Block,
+    adam,
+    batches,
+    by_formula,
+    check,
+    make,
+    momentum,
+    pipeline,
+    same,
+    slower,
+    weights,
+)  # fmt: skip
 
-MICROBATCHES = {"stashing": 1, "vertical": 1, "2bw": 4}
+X = batches(1)[0][0]
 
 
 class Net(nn.Module):
@@ -39,19 +53,6 @@ def net(dropout: float) -> Net:
     return Net(dropout)
 
 
-def pipeline(kind: str, model: nn.Module, devices: int = 3, **options: Any) -> gapless.Pipeline:
-    return gapless.Pipeline(
-        model,
-        devices=devices,
-        schedule=RULES[kind][0],
-        microbatches=MICROBATCHES[kind],
-        loss=F.mse_loss,
-        seed=SEED,
-        example=batches(1)[0][0],
-        **options,
-    )
-
-
 def named(pipe: gapless.Pipeline, stages: list[list[str]]) -> list[Tensor]:
     found = dict(pipe.module().named_parameters())
     return [found[name].detach().clone() for names in stages for name in names]
@@ -59,12 +60,12 @@ def named(pipe: gapless.Pipeline, stages: list[list[str]]) -> list[Tensor]:
 
 def traced(kind: str, dropout: float, *, split: bool, evaluations: set[int] = frozenset(), **options: Any) -> None:  # type: ignore[assignment]
     data = batches(9)
-    with pipeline(kind, net(dropout), **options) as pipe:
+    with pipeline(kind, net(dropout), 3, example=X, **options) as pipe:
         with pipe.stream(optimizer=momentum, vertical=RULES[kind][1], scheduler=slower, split=split) as stream:
             stages = [device.versions.names for device in stream._devices]
-            losses, history = reference.trained(
-                net(dropout), stages, kind, data, loss=F.mse_loss, optimizer=momentum, scheduler=slower,
-                microbatches=MICROBATCHES[kind], seed=SEED,
+            known = reference.trained(
+                net(dropout), stages, kind, data, optimizer=momentum, scheduler=slower, seed=SEED,
+                microbatches=MICROBATCHES[kind],
             )  # fmt: skip
             found = []
             for result in stream.run(data):
@@ -72,9 +73,8 @@ def traced(kind: str, dropout: float, *, split: bool, evaluations: set[int] = fr
                 if result.minibatch in evaluations:
                     stream.drain()
                     pipe.evaluate(*data[0])
-        assert all(map(torch.equal, found, losses))
-        expected = [each for stage in history for each in stage[9]]
-        assert all(map(torch.equal, named(pipe, stages), expected))
+        assert same(found, known.losses)
+        assert same(named(pipe, stages), known.at(9))
 
 
 @pytest.mark.usefixtures("traced_once")
@@ -98,7 +98,7 @@ def test_traced_models_in_every_way(kind: str, split: bool, remat: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "remat"), [("stashing", "none"), ("vertical", "layer"), ("2bw", "stage")])
 def test_the_halves_of_a_backward_use_the_version_of_its_forward(kind: str, remat: Any) -> None:
-    check(kind, make("dropout"), 3, 8, adam, split=True, microbatches=MICROBATCHES[kind], remat=remat)
+    check(kind, make("dropout"), 3, 8, adam, split=True, remat=remat)
 
 
 class Unseen(torch.autograd.Function):
@@ -135,17 +135,15 @@ def test_what_one_version_shows_of_a_weight_that_can_not_wait_holds_for_all(agai
     found: list[Tensor] = []
     state: dict[str, Any] = {}
     for part in (data[:4], data[4:]):
-        with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        with pipeline("stashing", model, 4) as pipe:
             stream = pipe.stream(optimizer=momentum, split=True)
             if state:  # all versions are there when the first is looked at
                 stream.load_state_dict(state)
             found += [result.loss for result in stream.run(part)]
             state = stream.state_dict()
-    losses, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
-    for ours, theirs in zip(found, losses, strict=True):
-        assert torch.equal(ours, theirs)
-    for ours, theirs in zip(weights(pipe), [each for stage in history for each in stage[8]], strict=True):
-        assert torch.equal(ours, theirs)
+    known = by_formula(pipe, "stashing", plain, data)
+    assert same(found, known.losses)
+    assert same(pipe.parameters(), known.at(8))
 
 
 class Told(torch.autograd.Function):
@@ -180,10 +178,7 @@ class Tells(nn.Module):
 def test_with_split_the_input_gradient_comes_before_that_of_the_weights(split: bool, order: list[str]) -> None:
     model = make("linear")
     model[1] = Tells()
-    with (
-        gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe,
-        pipe.stream(optimizer=momentum, split=split) as stream,
-    ):
+    with pipeline("stashing", model) as pipe, pipe.stream(optimizer=momentum, split=split) as stream:
         list(stream.run(batches(3)))
     assert model[1].said == ["start", *order * 3]
 
@@ -194,48 +189,47 @@ def test_a_batch_of_a_new_kind_is_traced_when_the_stream_is_drained() -> None:
         (x.view(2, 4, 6), y.view(2, 4, 6)) if number in (3, 4, 7) else (x, y)
         for number, (x, y) in enumerate(batches(9))
     ]
-    with pipeline("stashing", net(0.2)) as pipe, pipe.stream(optimizer=momentum, split=True) as stream:
+    traced = pipeline("stashing", net(0.2), 3, example=X)
+    with traced as pipe, pipe.stream(optimizer=momentum, split=True) as stream:
         stages = [device.versions.names for device in stream._devices]
-        losses, history = reference.trained(
-            net(0.2), stages, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
-        )
-        assert all(map(torch.equal, [result.loss for result in stream.run(data)], losses))
+        known = reference.trained(net(0.2), stages, "stashing", data, optimizer=momentum, seed=SEED)
+        assert same([result.loss for result in stream.run(data)], known.losses)
         stream.drain()
-        expected = [each for stage in history for each in stage[9]]
-        assert all(map(torch.equal, named(pipe, stages), expected))
+        assert same(named(pipe, stages), known.at(9))
 
 
 @pytest.mark.usefixtures("traced_once")
 def test_a_stream_of_a_traced_model_is_saved_and_restored() -> None:
-    with pipeline("stashing", net(0.2)) as pipe:
+    with pipeline("stashing", net(0.2), 3, example=X) as pipe:
         stream = pipe.stream(optimizer=adam)
         list(stream.run(batches(5)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
         list(stream.run(batches(4)))
         stream.drain()
         expected = weights(pipe)
-    with pipeline("stashing", Net(0.2)) as pipe, pipe.stream(optimizer=adam) as stream:
+    with pipeline("stashing", Net(0.2), 3, example=X) as pipe, pipe.stream(optimizer=adam) as stream:
         pipe.load_state_dict(whole)
         stream.load_state_dict(state)
         list(stream.run(batches(4)))
         stream.drain()
-        assert all(map(torch.equal, weights(pipe), expected))
+        assert same(pipe.parameters(), expected)
 
 
 def test_what_a_traced_model_can_not_do_is_refused() -> None:
-    untraced = gapless.Pipeline(net(0.0), devices=3, schedule="pipedream", microbatches=1, loss=F.mse_loss)
+    untraced = pipeline("stashing", net(0.0), 3)
     with untraced as pipe, pytest.raises(ConfigError, match="make the pipeline with example=inputs"):
         pipe.stream(optimizer=momentum)
     tied = net(0.0)
     tied.blocks[3].linear.weight = tied.blocks[0].linear.weight  # type: ignore[union-attr]
-    with pipeline("stashing", tied) as pipe, pytest.raises(ConfigError, match=r"blocks\.0\.linear\.weight is used by"):
+    traced = pipeline("stashing", tied, 3, example=X)
+    with traced as pipe, pytest.raises(ConfigError, match=r"blocks\.0\.linear\.weight is used by"):
         pipe.stream(optimizer=momentum)
 
 
 @pytest.mark.parametrize("kind", ["traced", "layers"])
 def test_a_model_that_was_edited_needs_a_new_stream(kind: str) -> None:
     model: Any = net(0.2) if kind == "traced" else make("dropout")
-    with pipeline("stashing", model) as pipe:
+    with pipeline("stashing", model, 3, example=X) as pipe:
         stream = pipe.stream(optimizer=momentum)
         list(stream.run(batches(4)))
         state = stream.state_dict()
