@@ -30,10 +30,9 @@ class Experts(nn.Module):
         self.checkpointed = checkpointed
         self.aux: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.checkpointed:
-            made: Tensor = checkpoint(self._forward, x, use_reentrant=False)
-            return made
+            return checkpoint(self._forward, x, use_reentrant=False)
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -51,13 +50,12 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Experts() for _ in range(depth))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = x
         for layer in self.layers:
             y = layer(y)
             setattr(layer, "aux", None)  # noqa: B010 (a trace takes no tensors that are stored)
-        made: Tensor = self.head(y) + x
-        return made
+        return self.head(y) + x
 
 
 def sequence(depth: int = 4, **options: Any) -> nn.Sequential:

@@ -30,9 +30,8 @@ class Pair(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, more: Any = None) -> Tensor:
-        made: Tensor = self.last(torch.tanh(self.first(x)))
-        return made
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        return self.last(torch.tanh(self.first(x)))
 
 
 class Holder:
@@ -145,18 +144,16 @@ def test_lazy_layers_are_to_be_called_once_before(model: Any, name: str) -> None
 class Energy(Pair):
     """A layer whose output has a gradient in it."""
 
-    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+    def forward(self, x: Tensor, more: Any = None) -> Any:
         h = self.first(x)
-        made: Tensor = self.last(h) + torch.func.grad(lambda part: self.last(part).pow(2).sum())(h)
-        return made
+        return self.last(h) + torch.func.grad(lambda part: self.last(part).pow(2).sum())(h)
 
 
 class Force(Pair):
-    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+    def forward(self, x: Tensor, more: Any = None) -> Any:
         h = self.first(x)
         (force,) = torch.autograd.grad(self.last(h).pow(2).sum(), h, create_graph=True)
-        made: Tensor = self.last(h) + force
-        return made
+        return self.last(h) + force
 
 
 @pytest.mark.parametrize("model", [Energy, Force])
@@ -184,9 +181,8 @@ def test_gradients_inside_a_layer_are_exact(layer: type[nn.Module], schedule: st
 
 
 class Mapped(Pair):
-    def forward(self, x: Tensor, more: Any = None) -> Tensor:
-        made: Tensor = self.last(torch.vmap(lambda row: torch.tanh(self.first(row)) * row.sum())(x))
-        return made
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        return self.last(torch.vmap(lambda row: torch.tanh(self.first(row)) * row.sum())(x))
 
 
 def test_what_vmap_runs_is_not_cut() -> None:

@@ -227,10 +227,9 @@ def test_clipping_without_gradients_is_a_norm_of_zero() -> None:
 def test_targets_may_be_trees_and_what_is_not_of_the_batch_goes_to_every_microbatch(schedule: str) -> None:
     target = {"goal": Y, "scale": torch.tensor([2.0, 3.0]), "power": 2, "nothing": None}
 
-    def loss(out: Tensor, goal: dict[str, Any]) -> Tensor:
+    def loss(out: Tensor, goal: dict[str, Any]) -> Any:
         assert goal["scale"].shape == (2,)
-        value: Tensor = ((out - goal["goal"]) ** goal["power"]).mean() * goal["scale"].sum()
-        return value
+        return ((out - goal["goal"]) ** goal["power"]).mean() * goal["scale"].sum()
 
     assert_one_model_is_exact(mlp(), [(X, target)], schedule=schedule, loss=loss)
 
@@ -446,9 +445,8 @@ def test_a_traced_pipeline_prints_the_modules_of_its_stages() -> None:
                 *(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(4))
             )
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.blocks(self.embed(x)))
-            return y
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.blocks(self.embed(x)))
 
     with pipeline(Net(), devices=["cpu"] * 2) as pipe:
         assert "to be traced and cut when the first batch comes" in repr(pipe)

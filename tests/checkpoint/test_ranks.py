@@ -28,9 +28,8 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH + 2), nn.Linear(WIDTH + 2, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def blocks() -> nn.Sequential:

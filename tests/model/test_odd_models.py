@@ -114,15 +114,14 @@ class Configured(Odd):
 
 
 class ViewsHandedOn(Odd):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.parts[0](x)
         left, right = y.chunk(2, dim=1)
         turned = y.t()
         spread = y[:, :1].expand(-1, WIDTH)
         for part in self.parts[1:]:
             y = part(torch.relu(y)) + spread
-        result: Tensor = y * turned.t() + torch.cat([right, left], 1)
-        return result
+        return y * turned.t() + torch.cat([right, left], 1)
 
 
 class Counting(Odd):

@@ -28,7 +28,7 @@ class Stateful(nn.Module):
         self.temperature = 1.0
         self.register_buffer("steps", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.kind == "counter":
             self.count += 1
         elif self.kind == "list":
@@ -43,8 +43,7 @@ class Stateful(nn.Module):
             self.steps.add_(1)
         factor = (1 + 0.1 * self.count + len(self.seen)) * self.settings.temperature * self.temperature
         x = torch.tanh(self.a(x) * factor)
-        out: Tensor = self.b(self.inner(x)) * (1 + self.steps.clone() if self.kind == "buffer" else 1.0)
-        return out
+        return self.b(self.inner(x)) * (1 + self.steps.clone() if self.kind == "buffer" else 1.0)
 
 
 def pipeline(model: nn.Module) -> gapless.Pipeline:
@@ -218,9 +217,8 @@ class With(nn.Module):
         super().__init__()
         self.a, self.unit, self.b = nn.Linear(6, 6), unit, nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(torch.tanh(self.unit(self.a(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.b(torch.tanh(self.unit(self.a(x))))
 
 
 @pytest.mark.parametrize(

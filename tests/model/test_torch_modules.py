@@ -26,9 +26,8 @@ class Around(nn.Module):
         super().__init__()
         self.first, self.module, self.last, self.use = nn.Linear(6, 6), module, nn.LazyLinear(6), use
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.use(self.module, self.first(x)).flatten(1))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.use(self.module, self.first(x)).flatten(1))
 
 
 def differs(module: nn.Module, use: Use, schedule: str = "1f1b", remat: Any = "none", steps: int = 1) -> list[str]:
@@ -71,9 +70,8 @@ def differs(module: nn.Module, use: Use, schedule: str = "1f1b", remat: Any = "n
     return found
 
 
-def over_time(module: Any, x: Tensor) -> Tensor:
-    out: Tensor = module(x.view(-1, 3, 2))[0]
-    return out
+def over_time(module: Any, x: Tensor) -> Any:
+    return module(x.view(-1, 3, 2))[0]
 
 
 def time_first(module: Any, x: Tensor) -> Tensor:
@@ -107,21 +105,20 @@ def test_recurrent_layers_train_as_in_the_plain_loop(
     assert differs(make(), use, schedule, remat, steps=2) == []
 
 
-def plain(module: Any, x: Tensor) -> Tensor:
+def plain(module: Any, x: Tensor) -> Any:
     out = module(x)
-    made: Tensor = out[0] if isinstance(out, tuple) else out
-    return made
+    return out[0] if isinstance(out, tuple) else out
 
 
 def shaped(*shape: int) -> Use:
     return lambda module, x: plain(module, x.repeat(1, -(-torch.Size(shape).numel() // 6)).view(-1, *shape))
 
 
-def twice(module: Any, x: Tensor) -> Tensor:
+def twice(module: Any, x: Tensor) -> Any:
     return plain(lambda x: module(x, x.cos()), x.view(-1, 3, 2))
 
 
-def added(module: Any, x: Tensor) -> Tensor:
+def added(module: Any, x: Tensor) -> Any:
     return x + plain(module, (x.detach() * 3).abs().long() % 5).flatten(1)[:, :6]
 
 
@@ -221,9 +218,8 @@ class Holding(nn.Module):
         super().__init__()
         self.linear, self.part = nn.Linear(6, 6), part
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.part(self.linear(x))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.part(self.linear(x))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -117,10 +117,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.lin, self.hidden = nn.Linear(WIDTH, WIDTH), [tensor]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         inner = x.detach().requires_grad_()  # a leaf of this microbatch alone
-        scaled: Tensor = self.lin(x + 0 * inner) * self.hidden[0]
-        return scaled
+        return self.lin(x + 0 * inner) * self.hidden[0]
 
 
 def scaled(users: range) -> tuple[Tensor, nn.Sequential]:

@@ -205,11 +205,10 @@ def explode(action: str) -> None:
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "Fragile") -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "Fragile") -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        y: Tensor = x * weight
-        return y
+        return x * weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -218,10 +217,9 @@ class _Scale(torch.autograd.Function):
         layer.reach("B")
         layer.reach("I")
 
-        def weight_grad() -> Tensor:
+        def weight_grad() -> Any:
             layer.reach("W")
-            w: Tensor = (grad * x).sum(0)
-            return w
+            return (grad * x).sum(0)
 
         return grad * weight, defer(layer.weight, weight_grad), None
 

@@ -232,12 +232,11 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.parts, self.depth, self.use_reentrant = nn.Sequential(*parts), depth, use_reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         call: Any = self.parts
         for _ in range(self.depth):
             call = functools.partial(checkpoint, call, use_reentrant=self.use_reentrant)
-        y: Tensor = call(x)
-        return y
+        return call(x)
 
 
 def checkpointed(momentum: float | None = 0.1, **options: Any) -> nn.Sequential:

@@ -23,43 +23,38 @@ class Norms(nn.Module):
         self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.outer, self.inner, self.plain, self.middle = *(nn.BatchNorm1d(6) for _ in range(3)), middle
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c(self.middle(self, self.plain(self.a(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.middle(self, self.plain(self.a(x))))
 
 
-def once(model: Norms, x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(lambda x: model.outer(model.b(x)), x, use_reentrant=False)
-    return out
+def once(model: Norms, x: Tensor) -> Any:
+    return checkpoint(lambda x: model.outer(model.b(x)), x, use_reentrant=False)
 
 
-def both(model: Norms, x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(lambda x: model.outer(model.inner(model.b(x))), x, use_reentrant=False)
-    return out
+def both(model: Norms, x: Tensor) -> Any:
+    return checkpoint(lambda x: model.outer(model.inner(model.b(x))), x, use_reentrant=False)
 
 
-def nested(model: Norms, x: Tensor) -> Tensor:
+def nested(model: Norms, x: Tensor) -> Any:
     def outer(x: Tensor) -> Tensor:
         y: Tensor = checkpoint(lambda x: model.inner(model.b(x)), x, use_reentrant=False)
         return torch.tanh(model.outer(y))
 
-    out: Tensor = checkpoint(outer, x, use_reentrant=False)
-    return out
+    return checkpoint(outer, x, use_reentrant=False)
 
 
-def used_twice(model: Norms, x: Tensor) -> Tensor:
+def used_twice(model: Norms, x: Tensor) -> Any:
     return once(model, torch.tanh(once(model, x)))
 
 
-def without_gradients(model: Norms, x: Tensor) -> Tensor:
+def without_gradients(model: Norms, x: Tensor) -> Any:
     def run(x: Tensor) -> Tensor:
         with torch.no_grad():
             y = model.inner(x)
         out: Tensor = model.outer(model.b(x) + y)
         return out
 
-    out: Tensor = checkpoint(run, x, use_reentrant=False)
-    return out
+    return checkpoint(run, x, use_reentrant=False)
 
 
 def assert_plain(middle: Any, **options: Any) -> None:

@@ -32,10 +32,9 @@ class Three(nn.Module):
         self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.middle = middle
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = torch.tanh(self.first(x))
-        made: Tensor = self.last(self.third(x) + self.middle(self.second, x))
-        return made
+        return self.last(self.third(x) + self.middle(self.second, x))
 
 
 def without_grad(layer: nn.Module, x: Tensor) -> Tensor:
@@ -60,14 +59,13 @@ def not_inferred(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def graded_again(layer: nn.Module, x: Tensor) -> Tensor:
+def graded_again(layer: nn.Module, x: Tensor) -> Any:
     with torch.no_grad():
         y = layer(x)
         with torch.enable_grad():
             z = layer(y)
         w = 2 * z
-    made: Tensor = z + w if torch.is_grad_enabled() else z
-    return made
+    return z + w if torch.is_grad_enabled() else z
 
 
 def switched(layer: nn.Module, x: Tensor) -> Tensor:
@@ -192,30 +190,26 @@ def changes_data(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def differentiates_forward(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = torch.func.jvp(layer, (x,), (x,))[1]
-    return y
+def differentiates_forward(layer: nn.Module, x: Tensor) -> Any:
+    return torch.func.jvp(layer, (x,), (x,))[1]
 
 
-def differentiates(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = torch.func.grad(lambda x: layer(x).sum())(x)
-    return y
+def differentiates(layer: nn.Module, x: Tensor) -> Any:
+    return torch.func.grad(lambda x: layer(x).sum())(x)
 
 
-def differentiates_vectors(layer: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = torch.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
-    return y
+def differentiates_vectors(layer: nn.Module, x: Tensor) -> Any:
+    return torch.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
 
 
-def fails_while_it_differentiates(layer: nn.Module, x: Tensor) -> Tensor:
+def fails_while_it_differentiates(layer: nn.Module, x: Tensor) -> Any:
     def fail(x: Tensor) -> Tensor:
         raise ValueError("of its own")
 
-    y: Tensor = torch.func.vjp(fail, x)[0]
-    return y
+    return torch.func.vjp(fail, x)[0]
 
 
-def catches_what_is_said(layer: nn.Module, x: Tensor) -> Tensor:
+def catches_what_is_said(layer: nn.Module, x: Tensor) -> Any:
     try:
         return differentiates(layer, x)
     except Exception:

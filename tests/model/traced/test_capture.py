@@ -402,6 +402,5 @@ class Twice(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.second(torch.tanh(self.first(x)))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return x + self.second(torch.tanh(self.first(x)))

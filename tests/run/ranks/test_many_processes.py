@@ -288,12 +288,11 @@ class TiedGpt(nn.Module):
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.embedding(ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        y: Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 def logits_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def composed(*schedules: str) -> None:

@@ -144,11 +144,11 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
 @pytest.mark.parametrize("how", ["left out", "ignored"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_without_versions_a_stream_starts_anew_at_its_minibatch(kind: str, how: str, ahead: bool) -> None:
-    data, how = batches(11), {"optimizer": adam, "scheduler": slower}
-    asked = {**how, "correction": "spectrain", "lr_by_delay": 9} if ahead else how
+    data, made = batches(11), {"optimizer": adam, "scheduler": slower}
+    asked: dict[str, Any] = {**made, "correction": "spectrain", "lr_by_delay": 9} if ahead else {**made}
     with pipeline(kind, make("dropout"), 3) as pipe:
         annealed_over = 9 if ahead else None
-        known = by_formula(pipe, kind, make("dropout"), data, anew=5, ahead=ahead, annealed_over=annealed_over, **how)
+        known = by_formula(pipe, kind, make("dropout"), data, anew=5, ahead=ahead, annealed_over=annealed_over, **made)
         stream = stream_of(pipe, kind, **asked)
         found = [result.loss for result in stream.run(data[:5])]
         state = copy.deepcopy(stream.state_dict(versions=how != "left out"))

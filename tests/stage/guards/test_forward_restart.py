@@ -36,7 +36,7 @@ class Keeper(nn.Module):
         self.buffer_from = buffer_from
         self.register_buffer("total", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.calls += 1
         self.mean = 0.9 * self.mean + x.detach().mean()
         self.in_place.add_(x.detach()[0])
@@ -46,8 +46,7 @@ class Keeper(nn.Module):
         if self.calls > self.buffer_from:
             self.total.add_(x.detach().mean())
         scale = 1 + 0.01 * self.calls + 0.1 * self.seen[-1] + 0.01 * self.nested.number + 0.1 * self.total
-        result: Tensor = self.linear(x) * scale + 0.1 * self.in_place
-        return result
+        return self.linear(x) * scale + 0.1 * self.in_place
 
     def state(self) -> Any:
         return self.calls, self.seen, dict(self.counter), self.nested.number, float(self.total), self.in_place.tolist()
@@ -258,13 +257,12 @@ def test_all_that_a_layer_can_reach_is_put_back() -> None:
     calls = [0]
     numbers, own = {"calls": 0}, random.Random(3)
 
-    def function(x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Any:
         numbers["calls"] += 1
         calls[0] += 1
         function.calls += 1  # type: ignore[attr-defined]
         own.random()
-        made: Tensor = gradient_inside(layer, x)
-        return made
+        return gradient_inside(layer, x)
 
     function.calls = 0  # type: ignore[attr-defined]
     layer, start = nn.Linear(6, 6), own.getstate()

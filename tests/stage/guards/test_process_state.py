@@ -78,11 +78,10 @@ class Sets(nn.Module):
         super().__init__()
         self.linear, self.context = nn.Linear(6, 6), context
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with self.context():
             aside = torch.zeros(6, dtype=x.dtype)
-        y: Tensor = torch.tanh(self.linear(x)) + aside
-        return y
+        return torch.tanh(self.linear(x)) + aside
 
 
 def layers_with(make: Callable[[], nn.Module]) -> nn.Sequential:

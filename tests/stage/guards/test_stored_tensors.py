@@ -52,10 +52,9 @@ def test_a_loss_that_reads_what_a_layer_of_another_stage_has_stored_is_refused(k
     """Detached, it was another microbatch's, without a word; with its graph it failed in the backward."""
     model = sequence(kind)
 
-    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+    def loss(outputs: Tensor, target: Tensor) -> Any:
         kept: Any = sum(part.aux for part in model.modules() if isinstance(part, Keeps))
-        total: Tensor = F.mse_loss(outputs, target) + 0.1 * kept
-        return total
+        return F.mse_loss(outputs, target) + 0.1 * kept
 
     with (
         gapless.Pipeline(model, devices=2, schedule=schedule, microbatches=4, loss=loss) as pipe,
@@ -122,9 +121,8 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last = Keeps(), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.last(self.first(x)) + x
-        return made
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x)) + x
 
 
 def test_a_loss_that_reads_what_a_traced_model_would_have_stored_is_refused() -> None:

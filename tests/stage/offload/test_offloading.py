@@ -30,11 +30,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         wide = torch.tanh(self.wide(self.norm(x)))
         first, second = wide.view(*wide.shape[:-1], 2, 30).unbind(-2)  # two views of one storage are saved
-        y: Tensor = x + self.narrow(torch.cat([first * second, second], -1))
-        return y
+        return x + self.narrow(torch.cat([first * second, second], -1))
 
 
 def model() -> nn.Sequential:

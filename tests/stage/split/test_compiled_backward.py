@@ -109,7 +109,7 @@ def assert_exact(
         return str(pipe)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 30)))])
 def test_random_compiled_models_give_the_bits_of_the_plain_loop(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)

@@ -62,10 +62,9 @@ class Slow(nn.Module):
         self.linear = nn.Linear(6, 6)
         self.seconds = seconds
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         time.sleep(self.seconds)
-        y: Tensor = self.linear(x)
-        return y
+        return self.linear(x)
 
 
 def trains(timeout: str, schedule: str = "1f1b", replicas: str = "1") -> None:
