@@ -34,6 +34,19 @@ class Do(nn.Module):
         return self.function(*self.parts, *args, **kwargs)
 
 
+class Own(nn.Module):
+    """A module from its forward, which is given it first, and from what it holds."""
+
+    def __init__(self, forward: Callable[..., Any], /, **held: Any) -> None:
+        super().__init__()
+        self._own = forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(self, *args, **kwargs)
+
+
 def mlp(depth: int = 8, width: int = 6, dropout: float = 0.0) -> nn.Sequential:
     """Linear layers, and between them norms, activations and dropout."""
     kinds: list[Callable[[], nn.Module]] = [

@@ -35,7 +35,7 @@ from gapless.stage.stage import Stage
 from tests.hf.test_pipeline_trainer import Changed
 from tests.hf.training import arguments, trained
 from tests.model.hub import gpt2
-from tests.pipelines import Do
+from tests.pipelines import Do, Own
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline as on_ranks
 from tests.stage.batch.test_view_bases import _before_and_after
@@ -377,34 +377,27 @@ def _() -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-class Traced(nn.Module):
-    """A model that is traced."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.calls, self._own = linear(), linear(), 0, forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._own(self, x)
+def traced(forward: Callable[[Any, Tensor], Any]) -> nn.Module:
+    return Own(forward, first=linear(), last=linear(), calls=0)
 
 
 @case(model.LOST_IN_TRACE)
 def _() -> None:
-    def hooked(part: Traced, x: Tensor) -> Tensor:
-        made: Tensor = part.first(x)
+    def hooked(part: Any, x: Tensor) -> Any:
+        made = part.first(x)
         made.register_hook(lambda grad: grad * 2)
-        return part.last(made)  # type: ignore[no-any-return]
+        return part.last(made)
 
-    step(Traced(hooked))
+    step(traced(hooked))
 
 
 @case(model.TRACED_STATE)
 def _() -> None:
-    def counted(part: Traced, x: Tensor) -> Tensor:
+    def counted(part: Any, x: Tensor) -> Any:
         part.calls += 1
-        return part.last(part.first(x) * part.calls)  # type: ignore[no-any-return]
+        return part.last(part.first(x) * part.calls)
 
-    step(Traced(counted))
+    step(traced(counted))
 
 
 @case(model.MODEL_EDITS)
@@ -470,7 +463,7 @@ def _() -> None:
 @case(ranks.PARTIAL_STATE, ON_RANKS)
 def _() -> None:
     torch.manual_seed(0)
-    made = Traced(lambda part, x: part.last(torch.tanh(part.first(x))))
+    made = traced(lambda part, x: part.last(torch.tanh(part.first(x))))
     with on_ranks(made) as pipe:
         pipe.step(torch.randn(16, 6), torch.randn(16, 6))
         whole = pipe.state_dict()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.checkpoint.manifest import NAME, VERSION, Manifest, read_manifest
 from gapless.errors import CheckpointError
+from tests.pipelines import Own
 
 FIXTURE = Path(__file__).parent / "format-1"
 
@@ -195,15 +196,10 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
         assert draws() == expected
 
 
-class Weighted(nn.Module):
+def weighted() -> Any:
     """A loss that learns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(outputs, target) * self.scale.sum()
+    scale = nn.Parameter(torch.ones(2))
+    return Own(lambda loss, outputs, target: F.mse_loss(outputs, target) * loss.scale.sum(), scale=scale)
 
 
 def test_the_weights_of_a_loss_and_buffers_are_saved_and_shared_weights_once(tmp_path: Path) -> None:
@@ -213,7 +209,7 @@ def test_the_weights_of_a_loss_and_buffers_are_saved_and_shared_weights_once(tmp
         made[3].weight = made[0].weight
         return made
 
-    with pipeline(tied(), loss=Weighted()) as pipe, pipeline(tied(), loss=(loss := Weighted())) as other:
+    with pipeline(tied(), loss=weighted()) as pipe, pipeline(tied(), loss=(loss := weighted())) as other:
         own = pipe._options.loss
         assert isinstance(own, nn.Module)
         optimizer = sgd([*pipe.parameters(), *own.parameters()])

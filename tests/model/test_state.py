@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import PartitionError
+from tests.pipelines import Own
 
 
 class Settings:
@@ -85,137 +87,101 @@ def test_what_is_only_read_or_written_or_set_once_does_no_harm(kind: str) -> Non
 
 
 def test_a_model_that_can_t_be_cut_for_its_buffer_says_which() -> None:
-    class Whole(nn.Module):
-        count: Tensor
+    def whole(model: Any, x: Tensor) -> Any:
+        model.count.add_(1)
+        out = model.b(torch.tanh(model.a(x * model.count))) * model.count
+        model.count.add_(1)
+        return out
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.register_buffer("count", torch.zeros(()))
+    model = Own(whole, a=nn.Linear(6, 6), b=nn.Linear(6, 6), count=nn.Buffer(torch.zeros(())))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count.add_(1)
-            out: Tensor = self.b(torch.tanh(self.a(x * self.count))) * self.count
-            self.count.add_(1)
-            return out
-
-    with pipeline(Whole()) as pipe, pytest.raises(PartitionError, match="since its forward changes count, whose uses"):
+    with pipeline(model) as pipe, pytest.raises(PartitionError, match="since its forward changes count, whose uses"):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6))
 
 
-class ActNorm(nn.Module):
+def act_norm(unit: Any, x: Tensor) -> Any:
     """Sets its weights from the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift, self.initialised = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6)), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.initialised:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
-                self.scale.copy_(1 / (x.std(0) + 0.1))
-            self.initialised = True
-        return (x + self.shift) * self.scale
+    if not unit.initialised:
+        with torch.no_grad():
+            unit.shift.copy_(-x.mean(0))
+            unit.scale.copy_(1 / (x.std(0) + 0.1))
+        unit.initialised = True
+    return (x + unit.shift) * unit.scale
 
 
-class LooksForAFlag(nn.Module):
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "ready"):
-            self.scale.copy_(x.detach().abs().max())
-            self.ready = True
-        return x / self.scale
+def looks_for_a_flag(unit: Any, x: Tensor) -> Any:
+    if not hasattr(unit, "ready"):
+        unit.scale.copy_(x.detach().abs().max())
+        unit.ready = True
+    return x / unit.scale
 
 
-class FirstScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            self.scale = x.detach().abs().max()
-        return x / self.scale
+def first_scale(unit: Any, x: Tensor) -> Any:
+    if unit.scale is None:
+        unit.scale = x.detach().abs().max()
+    return x / unit.scale
 
 
-class FlaggedScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ready, self.scale = False, torch.ones(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            self.scale, self.ready = x.detach().abs().max(), True
-        return x / self.scale
+def flagged_scale(unit: Any, x: Tensor) -> Any:
+    if not unit.ready:
+        unit.scale, unit.ready = x.detach().abs().max(), True
+    return x / unit.scale
 
 
-class Memory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = torch.zeros(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x + self.memory
-        self.memory = x.detach().mean(0)
-        return out
+def memory(unit: Any, x: Tensor) -> Any:
+    out = x + unit.memory
+    unit.memory = x.detach().mean(0)
+    return out
 
 
-class OnlyOnce(nn.Module):
+def only_once(unit: Any, x: Tensor) -> Any:
     """A mask that is made once, and the first batch goes without it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.arange(6) % 2
-            return x
-        return x * self.mask
+    if unit.mask is None:
+        unit.mask = torch.arange(6) % 2
+        return x
+    return x * unit.mask
 
 
-class MadeOnce(nn.Module):
+def made_once(unit: Any, x: Tensor) -> Any:
     """The same, but for all batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.arange(6) % 2
-        return x * self.mask
+    if unit.mask is None:
+        unit.mask = torch.arange(6) % 2
+    return x * unit.mask
 
 
-class MadeForALength(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.length, self.places = 0, torch.zeros(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.length != x.shape[0]:
-            self.length, self.places = x.shape[0], torch.arange(x.shape[0])[:, None].float()
-        return x + self.places
+def made_for_a_length(unit: Any, x: Tensor) -> Any:
+    if unit.length != x.shape[0]:
+        unit.length, unit.places = x.shape[0], torch.arange(x.shape[0])[:, None].float()
+    return x + unit.places
 
 
-class LastOutput(nn.Module):
+def last_output(unit: Any, x: Tensor) -> Any:
     """For whoever looks after the step."""
+    unit.last = x * 2
+    return unit.last
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x * 2
-        return self.last
+
+HELD: dict[Any, Callable[[], dict[str, Any]]] = {
+    act_norm: lambda: {
+        "scale": nn.Parameter(torch.ones(6)),
+        "shift": nn.Parameter(torch.zeros(6)),
+        "initialised": False,
+    },
+    looks_for_a_flag: lambda: {"scale": nn.Buffer(torch.ones(()))},
+    first_scale: lambda: {"scale": None},
+    flagged_scale: lambda: {"ready": False, "scale": torch.ones(())},
+    memory: lambda: {"memory": torch.zeros(6)},
+    only_once: lambda: {"mask": None},
+    made_once: lambda: {"mask": None},
+    made_for_a_length: lambda: {"length": 0, "places": torch.zeros(0)},
+    last_output: dict,
+}
 
 
 class With(nn.Module):
-    def __init__(self, unit: nn.Module) -> None:
+    def __init__(self, unit: Any, **held: Any) -> None:
         super().__init__()
-        self.a, self.unit, self.b = nn.Linear(6, 6), unit, nn.Linear(6, 6)
+        self.a, self.unit, self.b = nn.Linear(6, 6), Own(unit, **held), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Any:
         return self.b(torch.tanh(self.unit(self.a(x))))
@@ -225,22 +191,22 @@ class With(nn.Module):
     ("unit", "message"),
     [
         (
-            ActNorm,
+            act_norm,
             r"sets With\.unit\.initialised and does something else the next time, .*: call the model once before",
         ),
-        (LooksForAFlag, r"sets With\.unit\.ready and does something else the next time"),
-        (OnlyOnce, r"sets With\.unit\.mask and does something else the next time"),
+        (looks_for_a_flag, r"sets With\.unit\.ready and does something else the next time"),
+        (only_once, r"sets With\.unit\.mask and does something else the next time"),
         (
-            FirstScale,
+            first_scale,
             r"stores a tensor in With\.unit\.scale and reads what an earlier one has stored there, .*: make it a",
         ),
-        (FlaggedScale, r"stores a tensor in With\.unit\.scale and reads what an earlier one"),
-        (Memory, r"stores a tensor in With\.unit\.memory and reads what an earlier one"),
+        (flagged_scale, r"stores a tensor in With\.unit\.scale and reads what an earlier one"),
+        (memory, r"stores a tensor in With\.unit\.memory and reads what an earlier one"),
     ],
 )
-def test_a_traced_model_that_remembers_is_refused_and_left_as_it_was(unit: type[nn.Module], message: str) -> None:
+def test_a_traced_model_that_remembers_is_refused_and_left_as_it_was(unit: Any, message: str) -> None:
     """What the first batch sets was never set, or that of no microbatch was used."""
-    model = With(unit())
+    model = With(unit, **HELD[unit]())
     held = {name: value for name, value in vars(model.unit).items() if not name.startswith("_")}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pipeline(model) as pipe, pytest.raises(PartitionError, match=f"the forward of With {message}"):
@@ -252,16 +218,14 @@ def test_a_traced_model_that_remembers_is_refused_and_left_as_it_was(unit: type[
 @pytest.mark.parametrize(
     ("unit", "called_before"),
     [
-        *((unit, True) for unit in (ActNorm, LooksForAFlag, FirstScale, MadeOnce, MadeForALength)),
-        *((unit, False) for unit in (MadeOnce, MadeForALength, LastOutput)),
+        *((unit, True) for unit in (act_norm, looks_for_a_flag, first_scale, made_once, made_for_a_length)),
+        *((unit, False) for unit in (made_once, made_for_a_length, last_output)),
     ],
 )
-def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(
-    unit: type[nn.Module], called_before: bool
-) -> None:
+def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(unit: Any, called_before: bool) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    models = With(unit()), With(unit())
+    models = With(unit, **HELD[unit]()), With(unit, **HELD[unit]())
     models[1].load_state_dict(models[0].state_dict())
     if called_before:
         for model in models:
@@ -275,18 +239,13 @@ def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(
 
 
 def test_what_is_stored_in_training_and_read_in_evaluation_is_refused() -> None:
-    class InTraining(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = torch.zeros(6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.mean = x.detach().mean(0)
-            return x - self.mean
+    def in_training(unit: Any, x: Tensor) -> Any:
+        if unit.training:
+            unit.mean = x.detach().mean(0)
+        return x - unit.mean
 
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    with pipeline(With(InTraining())) as pipe:
+    with pipeline(With(in_training, mean=torch.zeros(6))) as pipe:
         pipe.step(x, y)
         with pytest.raises(
             PartitionError, match=r"the forward of With stores a tensor in unit\.mean and reads what an"

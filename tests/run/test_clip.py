@@ -7,29 +7,22 @@ import torch
 from torch import Tensor, nn
 
 import gapless
-from tests.pipelines import assert_same
+from tests.pipelines import Do, assert_same
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-class Mixed(nn.Module):
+def mixed(dtype: torch.dtype) -> nn.Module:
     """Weights of a dtype of its own, between inputs and outputs of float32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(x.to(self.layer.weight.dtype))
-        return outputs.float()
+    return Do(lambda layer, x: layer(x.to(layer.weight.dtype)).float(), nn.Linear(6, 6, dtype=dtype))
 
 
 def layers_of(seed: int) -> tuple[list[nn.Module], float]:
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    return [Mixed(chance.choice(DTYPES)) for _ in range(4)], chance.choice([2.0, 1.0, 3.0, float("inf")])
+    return [mixed(chance.choice(DTYPES)) for _ in range(4)], chance.choice([2.0, 1.0, 3.0, float("inf")])
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -11,21 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.stage.stage import Stage
+from tests.pipelines import Do, Own
 from tests.stage.exactness import assert_same_as_plain, mean_square
-
-
-class Do(nn.Module):
-    """A layer from a function and the modules it uses."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module, **parameters: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +77,8 @@ def test_linear_of_every_layout(layout: str, bias: bool, first: bool) -> None:
     tail = nn.Linear(width, 5, bias=bias)
     layers = [
         *head,
-        Do(lambda s, x: s.parts[0](change(x)), tail),
-        Do(lambda s, x: change(x) if width == 12 else x),
+        Own(lambda s, x: s.part(change(x)), part=tail),
+        Own(lambda s, x: change(x) if width == 12 else x),
         nn.Tanh(),
     ]
     loss = lambda outputs, _: outputs.sum()  # noqa: E731  its gradient is an expanded tensor
@@ -120,16 +107,17 @@ def test_weights_with_a_single_row_or_column(rows: int) -> None:
 
 
 def test_matmul_mm_and_addmm_with_a_parameter() -> None:
-    def w() -> Tensor:
-        return torch.randn(8, 8) / 3
+    def w(turned: bool = False) -> nn.Parameter:
+        values = torch.randn(8, 8) / 3
+        return nn.Parameter(values.t() if turned else values)
 
     layers = [
-        Do(lambda s, x: x @ s.w, w=w()),
-        Do(lambda s, x: torch.tanh(torch.matmul(x, s.w)), w=w().t()),
-        Do(lambda s, x: x.mm(s.w), w=w()),
-        Do(lambda s, x: torch.addmm(s.b, x, s.w), w=w(), b=torch.randn(8)),
-        Do(lambda s, x: torch.mm(s.w, x.t()).t(), w=w()),
-        Do(lambda s, x: F.linear(input=x, weight=s.w), w=w()),
+        Own(lambda s, x: x @ s.w, w=w()),
+        Own(lambda s, x: torch.tanh(torch.matmul(x, s.w)), w=w(turned=True)),
+        Own(lambda s, x: x.mm(s.w), w=w()),
+        Own(lambda s, x: torch.addmm(s.b, x, s.w), w=w(), b=nn.Parameter(torch.randn(8))),
+        Own(lambda s, x: torch.mm(s.w, x.t()).t(), w=w()),
+        Own(lambda s, x: F.linear(input=x, weight=s.w), w=w()),
     ]
     assert_same_as_plain(layers, torch.randn(6, 8), cuts=(1, 3))
     assert_same_as_plain(layers[:2], torch.randn(6, 3, 8))
@@ -167,10 +155,9 @@ def test_embeddings(options: dict[str, Any]) -> None:
 def test_looking_at_a_weight_is_no_use_of_it() -> None:
     linear = nn.Linear(8, 8)
 
-    def look(s: Any, x: Tensor) -> Any:
-        w = s.parts[0].weight
-        assert w.detach().norm() > 0
-        return s.parts[0](x.to(w.dtype).reshape(-1, w.shape[1]))
+    def look(part: Any, x: Tensor) -> Any:
+        assert part.weight.detach().norm() > 0
+        return part(x.to(part.weight.dtype).reshape(-1, part.weight.shape[1]))
 
     assert_same_as_plain([Do(look, linear)], torch.randn(6, 8))
 
@@ -186,19 +173,11 @@ def test_tied_embedding_and_head_in_one_stage() -> None:
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 def test_autocast(cache: bool, remat: str) -> None:
-    twice = Do(lambda s, x: s.parts[0](torch.tanh(s.parts[0](x)) + s.parts[1](x)), nn.Linear(8, 8), nn.LayerNorm(8))
-    three = Do(
-        lambda s, x: F.scaled_dot_product_attention(*(part(x) for part in s.parts)),
-        *(nn.Linear(8, 8) for _ in range(3)),
-    )
-    layers = [
-        nn.Embedding(9, 8),
-        nn.Linear(8, 8),
-        twice,
-        three,
-        Do(lambda s, x: x @ s.w, w=torch.randn(8, 8)),
-        nn.Linear(8, 9),
-    ]
+    twice = Do(lambda part, norm, x: part(torch.tanh(part(x)) + norm(x)), nn.Linear(8, 8), nn.LayerNorm(8))
+    parts = (nn.Linear(8, 8) for _ in range(3))
+    three = Do(lambda q, k, v, x: F.scaled_dot_product_attention(q(x), k(x), v(x)), *parts)
+    product = Own(lambda s, x: x @ s.w, w=nn.Parameter(torch.randn(8, 8)))
+    layers = [nn.Embedding(9, 8), nn.Linear(8, 8), twice, three, product, nn.Linear(8, 9)]
     context = lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)  # noqa: E731
     modes = ((False, remat), (True, remat))
     for cuts in ((), (1, 3), (2, 4)):
@@ -206,9 +185,9 @@ def test_autocast(cache: bool, remat: str) -> None:
 
 
 def test_a_layer_that_takes_gradients_in_its_forward() -> None:
-    def penalty(s: Any, x: Tensor) -> Any:
+    def penalty(part: Any, x: Tensor) -> Any:
         x = x if x.requires_grad else x.detach().requires_grad_()
-        y = torch.tanh(s.parts[0](x))
+        y = torch.tanh(part(x))
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y + slope.square()
 
@@ -229,5 +208,5 @@ def test_a_forward_put_in_place_of_a_modules_own() -> None:
 
 
 def test_vmap_inside_a_layer() -> None:
-    layers = [nn.Linear(8, 8), Do(lambda s, x: torch.vmap(s.parts[0])(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
+    layers = [nn.Linear(8, 8), Do(lambda part, x: torch.vmap(part)(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
     assert_same_as_plain(layers, torch.randn(6, 8))

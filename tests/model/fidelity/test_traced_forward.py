@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import gapless
 from gapless.model.fidelity.traced_forward import in_forward
+from tests.pipelines import Own
 
 
 class Asks(nn.Module):
@@ -74,7 +75,8 @@ def test_a_forward_that_fails_leaves_all_that_was_entered(traced: bool, monkeypa
 
 
 def test_a_forward_hook_that_records_is_told_of() -> None:
-    model, seen = Net(), list[int]()
+    seen, parts = list[int](), {"first": nn.Linear(6, 6), "last": nn.Linear(6, 6)}
+    model: Any = Own(lambda model, x: model.last(torch.tanh(model.first(x))), **parts)
     model.first.register_forward_hook(lambda _, args, out: seen.append(1))
     x = torch.randn(8, 6)
     with (
@@ -82,12 +84,3 @@ def test_a_forward_hook_that_records_is_told_of() -> None:
         pytest.warns(UserWarning, match="a forward hook of first runs when the model is traced, not for each"),
     ):
         pipe.step(x, x)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.last(torch.tanh(self.first(x)))

@@ -19,6 +19,7 @@ from gapless.errors import ConfigError, PartitionError
 from gapless.model.reference import Reference
 from gapless.model.traced.capture import Captured
 from tests.model.training import WAYS, assert_exact, assert_same, assert_same_state
+from tests.pipelines import Do
 from tests.programs import Programs
 
 VOCAB, WIDTH = 11, 8
@@ -308,19 +309,14 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda _, grad: grad * 3)  # its own, so that another would be seen
 
 
-class Operating(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(doubled(self.first(x)))  # type: ignore[no-any-return]
-
-
 def test_an_operator_keeps_its_own_backward() -> None:
     """It was refused as an autograd.Function is, though the graph has the operator and so its backward."""
     torch.manual_seed(3)
-    assert_exact(Operating(), [(torch.randn(6, 4), torch.randn(6, 4))], loss=F.mse_loss)
+    assert_exact(
+        Do(lambda a, b, x: b(doubled(a(x))), nn.Linear(4, 4), nn.Linear(4, 4)),
+        [(torch.randn(6, 4), torch.randn(6, 4))],
+        loss=F.mse_loss,
+    )
 
 
 @pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -385,7 +381,9 @@ def test_threads_that_trace_at_the_same_time_wait_for_each_other() -> None:
 
     def train(seed: int) -> Tensor:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-        with gapless.Pipeline(Twice(), devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        parts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        model = Do(lambda one, other, x: x + other(torch.tanh(one(x))), *parts)
+        with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
             loss = pipe.step(x, x).loss
         assert loss is not None
         return loss
@@ -395,12 +393,3 @@ def test_threads_that_trace_at_the_same_time_wait_for_each_other() -> None:
         losses = list(threads.map(train, range(4)))
     assert all(map(torch.isfinite, losses))
     assert before == {name: vars(nn.Module).get(name) for name in before}
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.second(torch.tanh(self.first(x)))

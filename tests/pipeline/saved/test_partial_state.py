@@ -10,22 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
+from tests.pipelines import Do
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(torch.tanh(self.first(x)))
+def forward(first: nn.Module, last: nn.Module, x: Tensor) -> Any:
+    return last(torch.tanh(first(x)))
 
 
 def copies() -> None:
     torch.manual_seed(0)
-    model = Pair()
+    model = Do(forward, nn.Linear(6, 6), nn.Linear(6, 6))
     with pipeline(model) as pipe:
         pipe.step(torch.randn(16, 6), torch.randn(16, 6))
         twice = copy.deepcopy(copy.deepcopy(model))

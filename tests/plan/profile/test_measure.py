@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from gapless.plan.profile.meter import (
 from gapless.plan.profile.profile import Profile
 from gapless.stage.random.exclusive import is_held
 from gapless.zoo.emulated import Emulated
+from tests.pipelines import Do, Own
 
 WIDTH, SAMPLES = 16, 8
 BOUNDARY = 4 * WIDTH * SAMPLES
@@ -80,15 +81,7 @@ def test_the_collector_rests_while_a_gpu_s_memory_is_read() -> None:
 
 
 def test_what_a_layer_returns_may_be_held_anyway() -> None:
-    class Skip(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, 2 * x
-
-    class Sum(nn.Module):
-        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-            return value[0] + value[1]
-
-    linear, tanh, skip, _ = profiled([nn.Linear(WIDTH, WIDTH), nn.Tanh(), Skip(), Sum()]).layers
+    linear, tanh, skip, _ = profiled([nn.Linear(WIDTH, WIDTH), nn.Tanh(), Do(lambda x: (x, 2 * x)), Do(sum)]).layers
     assert (linear.held_output, tanh.held_output) == (0, BOUNDARY)  # tanh needs its result for the backward
     assert (linear.passed, tanh.passed, skip.passed) == (0, 0, BOUNDARY)
 
@@ -108,21 +101,15 @@ def test_what_was_not_run_has_no_times() -> None:
     assert {layer.forward.median for layer in profiled(layers(), sizes_alone=True).layers} == {0.0}
 
 
-class Own(nn.Module):
+def own() -> nn.Module:
     """Nobody knows beforehand what it draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.linear(x))
+    return Do(lambda linear, x: F.relu(linear(x)), nn.Linear(6, 6))
 
 
 def test_sizes_of_a_model_that_is_watched_for_draws_are_known_without_running_it() -> None:
     # Where a call may draw unseen, generators are compared before and after, which tensors without data can't be.
     x, y = torch.randn(2, 6), torch.zeros(2, 6)
-    found = measure([Own(), Own()], x, y, loss=F.mse_loss, sizes_alone=True).layers
+    found = measure([own(), own()], x, y, loss=F.mse_loss, sizes_alone=True).layers
     assert [(layer.parameters, layer.boundary) for layer in found] == [(4 * 42, 48)] * 2
     assert all(layer.activation > 0 for layer in found)
 
@@ -178,21 +165,18 @@ def test_the_model_stays_as_it_was() -> None:
 
 
 def test_trees_pass_between_layers_and_a_measured_profile_can_be_written() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return x, {"twice": 2 * x}
+    def summed(layer: Any, value: Any) -> Any:
+        return layer.weight * (value[0] + value[1]["twice"])
 
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, value: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
-            return self.weight * (value[0] + value[1]["twice"])
-
-    profile = profiled([nn.Linear(WIDTH, WIDTH), Pair(), Sum()])
+    profile = profiled(
+        [
+            nn.Linear(WIDTH, WIDTH),
+            Do(lambda x: (x, {"twice": 2 * x})),
+            Own(summed, weight=nn.Parameter(torch.ones(WIDTH))),
+        ]
+    )
     assert profile.layers[1].boundary == 2 * BOUNDARY
-    assert profile.layers[1].name == "1.Pair"
+    assert profile.layers[1].name == "1.Do"
     assert profile.samples == SAMPLES
     assert parse_profile(profile_text(profile)) == profile
 
@@ -203,12 +187,11 @@ def test_no_layers_are_no_model() -> None:
 
 
 def test_what_fails_in_a_layer_is_told_whoever_measures() -> None:
-    class Bad(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("bad layer")
+    def bad(x: Tensor) -> Tensor:
+        raise ValueError("bad layer")
 
     with pytest.raises(ValueError, match="bad layer"):
-        profiled([nn.Linear(WIDTH, WIDTH), Bad()], side_by_side=2)
+        profiled([nn.Linear(WIDTH, WIDTH), Do(bad)], side_by_side=2)
 
 
 def test_storages_count_once_and_until_they_die() -> None:
@@ -248,13 +231,12 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator() -> None:
 def test_autocast_of_the_caller_holds_in_the_threads_that_measure() -> None:
     seen = set()
 
-    class Looks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-            return x * 2
+    def look(x: Tensor) -> Tensor:
+        seen.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return x * 2
 
     with torch.autocast("cpu", torch.bfloat16):
-        profiled([nn.Linear(WIDTH, WIDTH), Looks(), nn.Linear(WIDTH, WIDTH)], side_by_side=2)
+        profiled([nn.Linear(WIDTH, WIDTH), Do(look), nn.Linear(WIDTH, WIDTH)], side_by_side=2)
     assert seen == {(True, torch.bfloat16)}
 
 

@@ -14,6 +14,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.schedule.lower import consecutive
 from tests.measured_picture import three_steps
+from tests.pipelines import Do, Own
 from tests.run.forked import Launch
 from tests.run.overlap.plain_training import WIDTH, Run
 
@@ -151,11 +152,7 @@ def test_a_loss_can_be_read_before_the_step_is_settled() -> None:
             assert read.wait(60)
             return grads[0]
 
-    class Waiting(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return Held.apply(x)  # type: ignore[no-untyped-call]
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Waiting(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Do(Held.apply), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     with gapless.Pipeline(model, devices=2, schedule="gpipe", microbatches=2, loss=F.mse_loss) as pipe:
         training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1), max_norm=1.0)
         read.set()
@@ -207,23 +204,17 @@ def test_timelines_of_consecutive_steps_are_joined_to_the_schedule_of_all_of_the
     assert sum(action.kind.value == "V" for action, _, _ in found.all_spans) == 6
 
 
-class Late(nn.Module):
+def late(layer: Any, x: Tensor) -> Tensor:
     """Counts samples that are far off, of which there are none at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.far: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.far.extend([True] * int((x.detach().abs() > 50).sum()))
-        return x * (1 + 0.01 * len(self.far))
+    layer.far.extend([True] * int((x.detach().abs() > 50).sum()))
+    return x * (1 + 0.01 * len(layer.far))
 
 
 def test_a_layer_that_changes_what_it_holds_late_is_refused_if_its_forwards_run_again() -> None:
     """Nobody looked at what it holds when they ran first."""
     run = Run(2, schedule="gpipe", large=(5,), scheduled=False)
     with gapless.Pipeline(
-        nn.Sequential(Late(), *run.model()), devices=4, schedule="gpipe", microbatches=4, loss=F.mse_loss
+        nn.Sequential(Own(late, far=[]), *run.model()), devices=4, schedule="gpipe", microbatches=4, loss=F.mse_loss
     ) as pipe:
         training = pipe.training(run.optimizer_of(pipe.parameters())[0], max_norm=3.0)
         for step in range(6):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, PartitionError
-from tests.pipelines import assert_same
+from tests.pipelines import Own, assert_same
 from tests.run.forked import Launch
 
 
@@ -95,22 +95,14 @@ def test_an_optimizer_that_steps_before_gradients_are_added_is_refused(launch: L
 # -- sync=False --------------------------------------------------------------------------------------------------------
 
 
-class Switched(nn.Module):
-    """Uses its weight only where it is asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.on = nn.Linear(6, 6), nn.Linear(6, 6), True
-
-    def forward(self, x: Tensor) -> Any:
-        return self.b(self.a(x) if self.on else x)
-
-
 def sets_to_zero(way: str) -> None:
     """Between two steps of a minibatch, of which the first did not use a weight."""
     chance = torch.Generator().manual_seed(dist.get_rank())
     torch.manual_seed(1)
-    layer = Switched()
+    parts = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}
+    layer: Any = Own(
+        lambda layer, x: layer.b(layer.a(x) if layer.on else x), **parts, on=True
+    )  # uses `a` only where asked to
     with pipeline([layer]) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 

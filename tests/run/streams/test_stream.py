@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, TransportError
+from tests.pipelines import Do
 from tests.run.streams import reference
 
 SEED = 5
@@ -166,15 +167,9 @@ def test_remat_finds_the_version_of_its_forward(remat: Any, kind: str) -> None:
     check(kind, make("dropout"), 3, 7, remat=remat)
 
 
-class Checkpointed(nn.Module):
+def checkpointed(layer: nn.Module, use_reentrant: bool) -> nn.Module:
     """Runs its layer again in the backward, by itself."""
-
-    def __init__(self, layer: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = layer, use_reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+    return Do(lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant), layer)
 
 
 @pytest.mark.in_pairs
@@ -184,7 +179,7 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_in_a_layer_finds_the_version_of_its_forward(kind: str, remat: Any, use_reentrant: bool) -> None:
     """It computed with the weights that were newest when its backward came."""
     layers = enumerate(make("blocks"))
-    blocks = [layer if number % 2 else Checkpointed(layer, use_reentrant) for number, layer in layers]
+    blocks = [layer if number % 2 else checkpointed(layer, use_reentrant) for number, layer in layers]
     check(kind, nn.Sequential(nn.Linear(6, 6), *blocks), 3, 7, remat=remat)
 
 

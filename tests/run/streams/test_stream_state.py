@@ -16,6 +16,7 @@ import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.run.streams.stream import Stream
 from gapless.run.streams.stream_state import _KEYS
+from tests.pipelines import Own
 from tests.run.streams.test_stream import (
     RULES,
     adam,
@@ -276,17 +277,13 @@ def test_weights_in_other_places_are_told_from_those_of_the_state(versions: bool
             stream_of(pipe, "stashing").load_state_dict(state, versions=versions)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(self.scale * outputs, target)
+def scaled() -> nn.Module:
+    scale = nn.Parameter(torch.ones(()))
+    return Own(lambda loss, outputs, target: F.mse_loss(loss.scale * outputs, target), scale=scale)
 
 
 def test_the_state_of_a_loss_is_asked_for_by_name() -> None:
-    loss, other = Scaled(), Scaled()
+    loss, other = scaled(), scaled()
     with pipeline(loss=loss) as pipe, pipe.stream(optimizer=momentum) as stream:
         list(stream.run(batches(2)))
         state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])

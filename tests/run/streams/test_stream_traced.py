@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage.split.deferred import defer
+from tests.pipelines import Own
 from tests.run.streams import reference
 from tests.run.streams.test_stream import (
     MICROBATCHES,
@@ -164,20 +165,12 @@ class Told(torch.autograd.Function):
         return grad * w, weight, None
 
 
-class Tells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.said = nn.Parameter(torch.ones(6)), ["start"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Told.apply(x, self.weight, self.said)  # type: ignore[no-untyped-call]
-        return y
-
-
 @pytest.mark.parametrize(("split", "order"), [(False, ["W", "I"]), (True, ["I", "W"])])
 def test_with_split_the_input_gradient_comes_before_that_of_the_weights(split: bool, order: list[str]) -> None:
     model = make("linear")
-    model[1] = Tells()
+    tell: Any = Told.apply
+    parts = {"weight": nn.Parameter(torch.ones(6)), "said": ["start"]}
+    model[1] = Own(lambda layer, x: tell(x, layer.weight, layer.said), **parts)
     with pipeline("stashing", model) as pipe, pipe.stream(optimizer=momentum, split=split) as stream:
         list(stream.run(batches(3)))
     assert model[1].said == ["start", *order * 3]

@@ -73,15 +73,13 @@ OF_A_THREAD: dict[str, Context] = {
 }
 
 
-class Sets(nn.Module):
-    def __init__(self, context: Context) -> None:
-        super().__init__()
-        self.linear, self.context = nn.Linear(6, 6), context
-
-    def forward(self, x: Tensor) -> Any:
-        with self.context():
+def setter(context: Context) -> nn.Module:
+    def forward(linear: nn.Module, x: Tensor) -> Any:
+        with context():
             aside = torch.zeros(6, dtype=x.dtype)
-        return torch.tanh(self.linear(x)) + aside
+        return torch.tanh(linear(x)) + aside
+
+    return Do(forward, nn.Linear(6, 6))
 
 
 def layers_with(make: Callable[[], nn.Module]) -> nn.Sequential:
@@ -104,12 +102,12 @@ def assert_exact(model: nn.Sequential, *, devices: int, steps: int = 2, microbat
 
 @pytest.mark.parametrize("name", ["default_dtype", "sdp_use", "parametrize.cached"])
 def test_where_one_thread_computes_a_layer_may_set_it(name: str) -> None:
-    assert_exact(layers_with(lambda: Sets(EVERYBODYS[name])), devices=1)
+    assert_exact(layers_with(lambda: setter(EVERYBODYS[name])), devices=1)
 
 
 @pytest.mark.parametrize("name", OF_A_THREAD)
 def test_what_torch_keeps_for_each_thread_a_layer_may_set(name: str) -> None:
-    assert_exact(layers_with(lambda: Sets(OF_A_THREAD[name])), devices=2)
+    assert_exact(layers_with(lambda: setter(OF_A_THREAD[name])), devices=2)
 
 
 def along(linear: nn.Module, x: Tensor) -> Tensor:
@@ -324,19 +322,14 @@ def test_layers_with_an_autocast_of_their_own_keep_their_casts(other: Any, when:
     assert_trained_alike(lambda: Late(next(ways), WHEN[when]), microbatches=8, schedule=schedule)
 
 
-class RunsSlowlyAgain(nn.Module):
+def runs_slowly_again() -> nn.Module:
     """Draws nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.slowly, x, use_reentrant=False)
-
-    def slowly(self, x: Tensor) -> Any:
+    def slowly(linear: nn.Module, x: Tensor) -> Any:
         time.sleep(0.005)
-        return self.linear(x)
+        return linear(x)
+
+    return Do(lambda linear, x: checkpoint(slowly, linear, x, use_reentrant=False), nn.Linear(6, 6))
 
 
 def draws_slowly(linear: nn.Module, x: Tensor) -> Tensor:
@@ -348,7 +341,7 @@ def draws_slowly(linear: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_checkpoint_that_draws_nothing_leaves_generators_to_other_stages(schedule: str) -> None:
     """Its backward put them where they had stood, while a layer of another stage drew from them."""
-    layers = iter([*(Late(draws_slowly, lambda *_: True) for _ in range(2)), RunsSlowlyAgain(), RunsSlowlyAgain()])
+    layers = iter([*(Late(draws_slowly, lambda *_: True) for _ in range(2)), runs_slowly_again(), runs_slowly_again()])
     assert_trained_alike(lambda: next(layers), microbatches=8, schedule=schedule)
 
 

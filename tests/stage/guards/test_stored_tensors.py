@@ -15,7 +15,7 @@ import gapless
 from gapless.errors import GaplessError
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.guards.tripwire import Tripwire
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Own, assert_same_gradients
 
 WIDTH = 6
 
@@ -63,18 +63,14 @@ def test_a_loss_that_reads_what_a_layer_of_another_stage_has_stored_is_refused(k
         pipe.step(*rows())
 
 
-class Reads(nn.Module):
-    def __init__(self, other: Keeps) -> None:
-        super().__init__()
-        self.others = [other]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.stack(self.others[0].auxs).sum()
-
-
 def test_so_is_a_layer_that_reads_it_from_a_list() -> None:
     first = Keeps("detached")
-    model = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), Reads(first), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        first,
+        nn.Linear(WIDTH, WIDTH),
+        Own(lambda layer, x: x * torch.stack(layer.others[0].auxs).sum(), others=[first]),
+        nn.Linear(WIDTH, WIDTH),
+    )
     with (
         gapless.Pipeline(model, devices=2, partition=[2, 2], microbatches=4, loss=F.mse_loss) as pipe,
         pytest.raises(GaplessError, match=r"keeps a tensor in Keeps.aux"),

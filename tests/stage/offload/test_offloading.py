@@ -17,7 +17,7 @@ import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.stage.offload.host_link import CpuLink
 from gapless.stage.stage import Stage
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Do, assert_same_gradients
 from tests.run.forked import Launch
 
 WIDTH, MICROBATCHES = 40, 6  # a microbatch has 4,800 bytes
@@ -154,18 +154,9 @@ def test_a_long_run_reserves_no_more_than_its_first_step() -> None:
     assert reserved[0][0] > 0
 
 
-class Fails(nn.Module):
+class _Fails(torch.autograd.Function):
     """In the backward of a microbatch, once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = itertools.count(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Fails.apply(x, self.calls)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Any) -> Tensor:
         ctx.calls = calls
@@ -179,10 +170,11 @@ class _Fails(torch.autograd.Function):
 
 
 def test_after_a_step_that_fails_the_next_one_has_the_bits_of_the_loop() -> None:
-    ours, plain = model(), model()
-    with gapless.Pipeline(
-        nn.Sequential(*ours, Fails()), devices=2, microbatches=MICROBATCHES, loss=F.mse_loss, offload="activations"
-    ) as pipe:
+    ours, plain, calls = model(), model(), itertools.count(1)
+    fails: Any = _Fails.apply
+    layers = nn.Sequential(*ours, Do(lambda x: fails(x, calls)))
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": F.mse_loss, "offload": "activations"}
+    with gapless.Pipeline(layers, devices=2, **options) as pipe:
         with pytest.raises(ValueError, match="on purpose"):
             pipe.step(X, Y)
         ours.zero_grad()
@@ -191,18 +183,16 @@ def test_after_a_step_that_fails_the_next_one_has_the_bits_of_the_loop() -> None
     assert_same_gradients(ours, plain)
 
 
-class Changes(nn.Module):
+def changes(x: Tensor) -> Tensor:
     """What was saved is changed in place afterwards, which torch tells of in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.exp(x)
-        z = y * 2
-        y.add_(1)
-        return z
+    y = torch.exp(x)
+    z = y * 2
+    y.add_(1)
+    return z
 
 
 def test_what_was_changed_since_it_was_saved_is_told_of_as_ever() -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Changes(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    layers = [nn.Linear(WIDTH, WIDTH), Do(changes), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     with gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss, offload="activations") as pipe:
         assert pipe.schedule.offloaded
         with pytest.raises(GaplessError, match="needs a tensor that was changed in place since its forward"):

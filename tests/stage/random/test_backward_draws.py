@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Do, assert_same_gradients
 
 
 def model() -> Any:
@@ -39,18 +39,15 @@ class Rounded(torch.autograd.Function):
         return torch.floor(grad * 256 + torch.rand(grad.shape)) / 256
 
 
-class Rounding(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Rounded.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+def rounding() -> nn.Module:
+    return Do(Rounded.apply)
 
 
-class Hooked(nn.Module):
+def hooked(x: Tensor) -> Tensor:
     """A hook on an activation, which drops parts of the gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        y.register_hook(lambda grad: F.dropout(grad, 0.5))
-        return y
+    y = x * 2
+    y.register_hook(lambda grad: F.dropout(grad, 0.5))
+    return y
 
 
 def on_weight(layers: Any) -> None:
@@ -58,11 +55,11 @@ def on_weight(layers: Any) -> None:
 
 
 def in_function(layers: Any) -> None:
-    layers[1].append(Rounding())
+    layers[1].append(rounding())
 
 
 def on_activation(layers: Any) -> None:
-    layers[1].append(Hooked())
+    layers[1].append(Do(hooked))
 
 
 def train(layers: nn.Module, steps: int = 1, **options: Any) -> None:
@@ -122,16 +119,12 @@ def test_one_generator_in_hooks_of_two_stages_is_refused() -> None:
         train(layers)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.lin, self.reentrant = nn.Linear(6, 6), reentrant
+def checkpointed(reentrant: bool) -> nn.Module:
+    def inner(linear: nn.Module, x: Tensor) -> Any:
+        dropped = F.dropout(linear(x), 0.3)
+        return dropped if reentrant else rounding()(dropped)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
-
-    def inner(self, x: Tensor) -> Tensor:
-        return Rounding()(F.dropout(self.lin(x), 0.3)) if not self.reentrant else F.dropout(self.lin(x), 0.3)
+    return Do(lambda linear, x: checkpoint(inner, linear, x, use_reentrant=reentrant), nn.Linear(6, 6))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -139,7 +132,7 @@ def test_a_checkpoint_draws_again_in_its_backward(reentrant: bool, monkeypatch: 
     monkeypatch.setattr(Rounded, "backward", staticmethod(lambda ctx, grad: grad))
     layers = model()
     for layer in list(layers)[:3]:
-        layer.append(Checkpointed(reentrant))
+        layer.append(checkpointed(reentrant))
     plain = copy.deepcopy(layers)
     train(layers)
     torch.manual_seed(1)

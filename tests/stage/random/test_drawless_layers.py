@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.stage.random.drawless_layers import Unwatched
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Own, assert_same_gradients
 
 STEPS, LATE = 5, 3
 
@@ -37,15 +37,6 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Any:
         x = self.linear(x)
         return self.draw(x) if self.now else x
-
-
-class Noise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.dropout(x)
 
 
 def training(model: nn.Sequential, change: Callable[[nn.Sequential], None], **options: Any) -> None:
@@ -100,45 +91,32 @@ def test_a_dropout_that_gets_a_probability_and_a_hook_that_draws() -> None:
         model[3].register_forward_hook(lambda module, args, out: out * torch.rand(()))
 
     torch.manual_seed(0)
-    training(nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 4), Late(lambda x: x)), change)
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4).eval()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.norm(x)
+    noise = Own(lambda noise, x: noise.dropout(x), dropout=nn.Dropout(0.0))
+    training(nn.Sequential(nn.Linear(4, 4), noise, nn.Linear(4, 4), Late(lambda x: x)), change)
 
 
 def test_a_batch_norm_that_begins_to_count() -> None:
     torch.manual_seed(0)
-    normed, x = Normed(), torch.randn(6, 4)
+    norm, x = nn.BatchNorm1d(4).eval(), torch.randn(6, 4)
+    normed = Own(lambda normed, x: normed.norm(x), norm=norm)
     model = nn.Sequential(nn.Linear(4, 4), normed, nn.Linear(4, 4))
     with gapless.Pipeline(model, devices=1, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
         for step in range(STEPS):
             if step == LATE:
-                normed.norm.train()
+                norm.train()
             pipe.step(x, x)
-    assert normed.norm.num_batches_tracked == STEPS - LATE
+    assert norm.num_batches_tracked == STEPS - LATE
 
 
-class OwnNorm(nn.Module):
+def own_norm() -> nn.Module:
     """A batch norm of the user's own, whose buffers have other names than torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("variance", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Any:
-        return F.batch_norm(x, self.get_buffer("mean"), self.get_buffer("variance"), training=True)
+    held = {"mean": nn.Buffer(torch.zeros(4)), "variance": nn.Buffer(torch.ones(4))}
+    return Own(lambda norm, x: F.batch_norm(x, norm.mean, norm.variance, training=True), **held)
 
 
 def test_a_batch_norm_of_the_users_own_goes_on_to_be_deferred() -> None:
     torch.manual_seed(0)
-    own, x = OwnNorm(), torch.randn(12, 4)
+    own, x = own_norm(), torch.randn(12, 4)
     torchs = nn.BatchNorm1d(4, affine=False)
     for norm in (own, torchs):
         torch.manual_seed(1)

@@ -16,20 +16,13 @@ from gapless.stage.batch.plain import plain_step
 from gapless.stage.random.random_calls import RANDOM, RECURRENT
 from gapless.stage.random.seeds import seed_of
 from gapless.stage.split.call_table import TABLE
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Do, Own, assert_same_gradients
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square, run_step
 
 
-class Noisy(nn.Module):
+def noisy(function: Callable[[Tensor], Tensor], width: int = 8) -> nn.Module:
     """A layer that draws by the given function, twice, around a linear."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], width: int = 8) -> None:
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(self.function(x)))
+    return Do(lambda linear, x: function(linear(function(x))), nn.Linear(width, width))
 
 
 def _square(x: Tensor) -> Tensor:
@@ -88,7 +81,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_random_call_draws_what_the_plain_loop_draws(name: str) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(8, 8), Noisy(FUNCTIONS[name]), nn.Dropout(0.2), Noisy(FUNCTIONS[name])]
+    layers = [nn.Linear(8, 8), noisy(FUNCTIONS[name]), nn.Dropout(0.2), noisy(FUNCTIONS[name])]
     assert_same_as_plain(layers, torch.randn(6, 8), cuts=(2,), modes=((False, "none"), (True, "layer")))
 
 
@@ -135,34 +128,21 @@ def test_attention_across_and_transformer_layers() -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
     decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
 
-    class Decode(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = decoder
+    decode = Do(lambda decoder, x: decoder(x, x.flip(1) * 0.5), decoder)
 
-        def forward(self, x: Tensor) -> Any:
-            return self.decoder(x, x.flip(1) * 0.5)
-
-    assert_same_as_plain([encoder, Decode(), nn.Linear(8, 8)], torch.randn(6, 5, 8), cuts=(1,))
+    assert_same_as_plain([encoder, decode, nn.Linear(8, 8)], torch.randn(6, 5, 8), cuts=(1,))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_with_dropout(kind: Any) -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.recurrent = kind(8, 8, num_layers=2, dropout=0.4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.recurrent(x)[0]
-
     torch.manual_seed(0)
-    assert_same_as_plain([nn.Linear(8, 8), First(), nn.Linear(8, 8)], torch.randn(6, 5, 8), cuts=(1,))
+    first = Do(lambda part, x: part(x)[0], kind(8, 8, num_layers=2, dropout=0.4, batch_first=True))
+    assert_same_as_plain([nn.Linear(8, 8), first, nn.Linear(8, 8)], torch.randn(6, 5, 8), cuts=(1,))
 
 
 def test_threads_that_draw_at_once_disturb_nothing() -> None:
     torch.manual_seed(0)
-    layers = [Noisy(FUNCTIONS["randn"]), Noisy(FUNCTIONS["dropout"]), Noisy(FUNCTIONS["attention"])]
+    layers = [noisy(FUNCTIONS["randn"]), noisy(FUNCTIONS["dropout"]), noisy(FUNCTIONS["attention"])]
     x = torch.randn(12, 8)
     expected = plain_step(layers, x, loss=mean_square, microbatches=4).losses
     wrong: list[int] = []
@@ -189,21 +169,19 @@ def test_seeds_are_numbers_of_63_bits_that_share_nothing() -> None:
     assert seed_of(0, 0, 0, 0) == 1195769770526638388
 
 
-class OwnGenerator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.mine = nn.Linear(6, 6), torch.Generator().manual_seed(3)
+def own_generator() -> nn.Module:
+    def forward(layer: Any, x: Tensor) -> Any:
+        noise = torch.randn(x.shape, generator=layer.mine) + torch.rand(x.shape, generator=layer.mine)
+        return torch.tanh(layer.linear(x)) * noise
 
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape, generator=self.mine) + torch.rand(x.shape, generator=self.mine)
-        return torch.tanh(self.linear(x)) * noise
+    return Own(forward, linear=nn.Linear(6, 6), mine=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_generator_of_a_layers_own_draws_as_in_the_plain_loop(schedule: str, remat: Any) -> None:
     """With remat it drew again, other numbers: the backward was not that of the loss."""
-    model, plain = (nn.Sequential(*(OwnGenerator() for _ in range(4))) for _ in range(2))
+    model, plain = (nn.Sequential(*(own_generator() for _ in range(4))) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     options: dict[str, Any] = {"schedule": schedule, "remat": remat, "intra_op_threads": 1}
     with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, **options) as pipe:
