@@ -15,6 +15,7 @@ class Outcome(NamedTuple):
 
 
 Command = Callable[..., Outcome]
+Refusal = Callable[..., str]
 
 
 @pytest.fixture
@@ -24,5 +25,18 @@ def gapless(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(line: str, *more: str) -> Outcome:
         code = main([*line.split(), *more])
         return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(gapless: Command) -> Refusal:
+    """What a command says that makes no sense: one sentence, and nothing else."""
+
+    def run(line: str, *more: str) -> str:
+        code, out, err = gapless(line, *more)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("gapless: ")
+        return err.removeprefix("gapless: ").rstrip()
 
     return run

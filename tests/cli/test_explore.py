@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 from tests.benchmarks.processes import below, needs_proc
-from tests.cli.conftest import Command
+from tests.cli.conftest import Refusal
 
 # Ctrl-C reaches a program even where whoever started the tests ignores it.
 PROGRAM = (
@@ -65,7 +65,6 @@ def test_it_serves_without_a_terminal_until_ctrl_c_and_ends_with_0() -> None:
         assert all(leave_it_to_others)
 
 
-def test_a_port_that_is_none_is_refused_with_a_sentence(gapless: Command) -> None:
-    code, out, err = gapless("explore --port 70000 --no-browser")
-    assert (code, out) == (2, "")
-    assert err == "gapless: --port is 70000, but a port is a number from 0 to 65535\n"
+def test_a_port_that_is_none_is_refused_with_a_sentence(refused: Refusal) -> None:
+    told = "--port is 70000, but a port is a number from 0 to 65535"
+    assert refused("explore --port 70000 --no-browser") == told
