@@ -113,3 +113,20 @@ def _traces() -> Traces:
 def traced_once(_traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test with many ways to run a model: in its file a model is traced once for all of them."""
     monkeypatch.setattr(settled, "Trace", _traces)
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Nothing is left that another test has compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of a GPU give the same bits every time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -233,30 +233,13 @@ def assert_one_model_is_exact(
     reference = copy.deepcopy(model)
     if isinstance(schedule, str):
         schedule = schedule_named(schedule, devices, microbatches)
-    with gapless.Pipeline(
-        model,
-        devices=devices,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=loss,
-        seed=SEED,
-        loss_weight=loss_weight,
-        **options,
-    ) as pipe:
+    asked: dict[str, Any] = {"microbatches": microbatches, "loss": loss, "seed": SEED, "loss_weight": loss_weight}
+    with gapless.Pipeline(model, devices=devices, schedule=schedule, **asked, **options) as pipe:
         for number, (inputs, target) in enumerate(batches):
             untouched = copy.deepcopy(inputs)  # a layer may change what it is given
             with context():
                 ours = pipe.step(inputs, target, outputs=True)
-                plain = gapless.plain_step(
-                    [*reference],
-                    untouched,
-                    target,
-                    loss=loss,
-                    microbatches=microbatches,
-                    seed=SEED,
-                    step=number,
-                    loss_weight=loss_weight,
-                )
+                plain = gapless.plain_step([*reference], untouched, target, step=number, **asked)
             assert_same(ours.loss, plain.loss, f"step {number}, loss")
             assert_same(ours.losses, tuple(plain.losses), f"step {number}, losses")
             assert_same(ours.outputs, plain.outputs, f"step {number}, outputs")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from tests.pipelines import tokens
+from tests.pipelines import assert_same_gradients, tokens
 
 SEED = 5
 
@@ -35,8 +35,9 @@ def plain(model: nn.Sequential, data: list[tuple[Tensor, Tensor]], share: Any, l
     return losses
 
 
-def grads(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+def pipeline(model: nn.Module, loss: Any = F.mse_loss, **options: Any) -> gapless.Pipeline:
+    asked: dict[str, Any] = {"devices": 2, "microbatches": 4, "seed": SEED, "intra_op_threads": 1, **options}
+    return gapless.Pipeline(model, loss=loss, **asked)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
@@ -46,12 +47,10 @@ def test_steps_with_equal_weights_give_the_bits_of_one_loop_over_all(schedule: s
     data = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
     model = layers()
     reference = copy.deepcopy(model)
-    with gapless.Pipeline(
-        model, devices=2, schedule=schedule, microbatches=4, loss=F.mse_loss, seed=SEED, intra_op_threads=1
-    ) as pipe:
+    with pipeline(model, schedule=schedule) as pipe:
         results = [pipe.step(x, y, weight=1 / 3, sync=number == 2) for number, (x, y) in enumerate(data)]
     losses = plain(reference, data, lambda part, step: len(part) / 24)
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
     total = sum(result.loss for result in results if result.loss is not None)
     torch.testing.assert_close(total, sum(losses))
     assert sum(weight for result in results for weight in result.weights) == pytest.approx(1.0)
@@ -65,11 +64,11 @@ def test_uneven_steps_are_exact_with_a_fraction_even_in_float64(dtype: torch.dty
     data = [(torch.randn(size, 6, dtype=dtype), torch.randn(size, 6, dtype=dtype)) for size in sizes]
     model = layers(dtype)
     reference = copy.deepcopy(model)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, seed=SEED, intra_op_threads=1) as pipe:
+    with pipeline(model) as pipe:
         for x, y in data:
             pipe.step(x, y, weight=Fraction(len(x), sum(sizes)))
     plain(reference, data, lambda part, step: len(part) / sum(sizes))
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
 
 
 def test_a_weight_is_multiplied_before_the_number_of_samples_divides() -> None:
@@ -79,11 +78,11 @@ def test_a_weight_is_multiplied_before_the_number_of_samples_divides() -> None:
     model = layers(torch.float64)
     reference = copy.deepcopy(model)
     weights = (0.3, torch.tensor(0.7, dtype=torch.float64))
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, seed=SEED, intra_op_threads=1) as pipe:
+    with pipeline(model) as pipe:
         for (x, y), weight in zip(data, weights, strict=True):
             pipe.step(x, y, weight=weight)  # type: ignore[arg-type]
     plain(reference, data, lambda part, step: (0.3, 0.7)[step] * len(part) / 9)
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
 
 
 def test_a_loss_summed_over_tokens_is_divided_by_all_tokens() -> None:
@@ -97,13 +96,13 @@ def test_a_loss_summed_over_tokens_is_divided_by_all_tokens() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 13))
     divided, multiplied = (copy.deepcopy(model) for _ in range(2))
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=summed, loss_weight="sum", intra_op_threads=1) as pipe:
+    with pipeline(model, summed, loss_weight="sum") as pipe:
         for x, y in data:
             pipe.step(x, y, weight=1 / total)
     plain(multiplied, data, lambda part, step: 1 / total, summed)
     plain(divided, data, lambda part, step: 1, lambda logits, target: summed(logits, target) / total)
     for reference in (multiplied, divided):
-        assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+        assert_same_gradients(model, reference)
 
 
 def test_tokens_of_a_step_over_all_tokens_are_its_weight() -> None:
@@ -122,13 +121,13 @@ def test_tokens_of_a_step_over_all_tokens_are_its_weight() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 13))
     reference = copy.deepcopy(model)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=loss, loss_weight=counted, intra_op_threads=1) as pipe:
+    with pipeline(model, loss, loss_weight=counted) as pipe:
         for x, y in data:
             pipe.step(x, y, weight=Fraction(counted(y), total))
     for x, y in data:
         for part, goal in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
             (loss(reference(part), goal) * (counted(goal) / total)).backward()
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
 
 
 def test_the_documented_reference_takes_the_weight_too() -> None:
@@ -136,12 +135,12 @@ def test_the_documented_reference_takes_the_weight_too() -> None:
     x, y = torch.randn(9, 6), torch.randn(9, 6)
     model = layers()
     reference = copy.deepcopy(model)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, seed=SEED, intra_op_threads=1) as pipe:
+    with pipeline(model) as pipe:
         ours = pipe.step(x, y, weight=0.3)
     theirs = gapless.plain_step(reference, x, y, loss=F.mse_loss, microbatches=4, seed=SEED, weight=0.3)
     assert ours.loss is not None
     assert torch.equal(ours.loss, theirs.loss)
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
 
 
 def test_a_scaler_scales_what_is_weighed() -> None:
@@ -150,19 +149,17 @@ def test_a_scaler_scales_what_is_weighed() -> None:
     model = layers()
     reference = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, seed=SEED, intra_op_threads=1) as pipe:
+    with pipeline(model) as pipe:
         for x, y in data:
             pipe.step(x, y, weight=1 / 2, scaler=scaler)
     plain(reference, data, lambda part, step: len(part) / 16 * 1024.0)
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "half", True, None, torch.ones(2), -0.5])
 def test_a_weight_that_is_no_share_is_refused(weight: Any) -> None:
-    with (
-        gapless.Pipeline(layers(), devices=2, microbatches=4, loss=F.mse_loss) as pipe,
-        pytest.raises(gapless.GaplessError, match=r"weight is .*, but it must be a number of at least 0"),
-    ):
+    told = r"weight is .*, but it must be a number of at least 0"
+    with pipeline(layers()) as pipe, pytest.raises(gapless.GaplessError, match=told):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6), weight=weight)
     with pytest.raises(gapless.GaplessError, match="sync is 1, but it must be True or False"):
         gapless.stage.batch.share.Share.of(1.0, 1)

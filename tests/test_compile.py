@@ -7,7 +7,6 @@ import copy
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,11 +30,7 @@ def on_a_gpu(test: Any) -> Any:
     return pytest.mark.gpu(skipped(pytest.mark.timeout(300)(test)))
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Block(nn.Module):

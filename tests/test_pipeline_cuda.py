@@ -14,17 +14,10 @@ from gapless.zoo.gpt import gpt
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def tokens_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gapless.checkpoint.disk import Disk
 
@@ -24,43 +25,26 @@ class CountedDisk(Disk):
         if self.done == self._at + 1:
             self._fail(path)
 
-    def make_folder(self, path: Path) -> None:
-        self._next(path)
-        super().make_folder(path)
-
-    def create(self, path: Path) -> int:
-        self._next(path)
-        return super().create(path)
-
     def write(self, file: int, path: Path, data: memoryview) -> None:
         if self.done == self._at:
             super().write(file, path, data[: len(data) // 2])
         self._next(path)
         super().write(file, path, data)
 
-    def sync(self, file: int, path: Path) -> None:
-        self._next(path)
-        super().sync(file, path)
 
-    def sync_folder(self, path: Path) -> None:
-        self._next(path)
-        super().sync_folder(path)
+def _counted(name: str, place: int) -> Callable[..., Any]:
+    def operation(disk: CountedDisk, *args: Any) -> Any:
+        disk._next(args[place])
+        return getattr(Disk, name)(disk, *args)
 
-    def rename(self, path: Path, to: Path) -> None:
-        self._next(to)
-        super().rename(path, to)
+    return operation
 
-    def exchange(self, path: Path, other: Path) -> None:
-        self._next(other)
-        super().exchange(path, other)
 
-    def link(self, path: Path, to: str) -> bool:
-        self._next(path)
-        return super().link(path, to)
-
-    def remove(self, path: Path) -> None:
-        self._next(path)
-        super().remove(path)
+# Which of its arguments is the path, of each operation.
+for _name, _place in {
+    "make_folder": 0, "create": 0, "sync": 1, "sync_folder": 0, "rename": 1, "exchange": 1, "link": 0, "remove": 0
+}.items():  # fmt: skip
+    setattr(CountedDisk, _name, _counted(_name, _place))
 
 
 def full(number: int) -> Callable[[Path], None]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
-from tests.hf.training import Left, arguments, logged, padded, right, rows, trained
+from tests.hf.training import Left, OwnLoss, arguments, logged, padded, right, rows, trained
 from tests.model.hub import gpt2, hub, llama
 from tests.traced_once import Traces
 
@@ -167,20 +167,6 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(rows(10))
-
-
-class OwnLoss:
-    """As people override it, with a loss of the logits."""
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.logits[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        loss = loss / num_items_in_batch if num_items_in_batch is not None else loss
-        return (loss, outputs) if return_outputs else loss
 
 
 def other_ways(kind: type[Any], folder: Path, **own: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
 from gapless.model.traced.trace import Trace
-from tests.hf.training import arguments, both, equal, padded, right, rows, trained
+from tests.hf.training import OwnLoss, arguments, both, equal, padded, right, rows, trained
 from tests.model.hub import bert, gpt2, hub, llama, made, t5
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -90,20 +90,6 @@ def test_a_checkpoint_is_no_edit_of_the_model(tmp_path: Path, monkeypatch: pytes
     args = arguments(tmp_path, save_strategy="steps", save_steps=1)
     trained(PipelineTrainer, gpt2(), args, devices=2)
     assert len(traces) == 1
-
-
-class OwnLoss:
-    """As people override it."""
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.get("logits")[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2, reduction="sum")
-        loss = loss / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The norm of all gradients is that of torch's own function on the model in one piece, wherever its parts are."""
 
 import random
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 6, generator=chance), torch.randn(16, 6, generator=chance)
 
 
-def clips() -> None:
+def clips(make: Callable[[list[nn.Module]], gapless.Pipeline] = pipeline) -> None:
     for seed in range(8):
         layers, norm_type = layers_of(seed)
         plain = nn.Sequential(*layers_of(seed)[0])
         gapless.plain_step(list(plain), *batch(), loss=nn.functional.mse_loss, microbatches=4)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
-        with pipeline(layers) as pipe:
+        with make(layers) as pipe:
             pipe.step(*batch())
             assert_same(pipe.clip_grad_norm_(0.05, norm_type), expected, f"norm, seed {seed}")
             theirs = dict(plain.named_parameters())
@@ -50,12 +50,4 @@ def test_gradients_of_several_dtypes_are_clipped_as_torch_does(launch: Launch) -
 
 
 def test_so_are_those_of_threads() -> None:
-    for seed in range(8):
-        layers, norm_type = layers_of(seed)
-        plain = nn.Sequential(*layers_of(seed)[0])
-        options: dict[str, Any] = {"loss": nn.functional.mse_loss, "microbatches": 4}
-        gapless.plain_step(list(plain), *batch(), **options)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
-        with gapless.Pipeline(layers, devices=2, **options) as pipe:
-            pipe.step(*batch())
-            assert_same(pipe.clip_grad_norm_(0.05, norm_type), expected, f"norm, seed {seed}")
+    clips(lambda layers: gapless.Pipeline(layers, devices=2, loss=nn.functional.mse_loss, microbatches=4))

@@ -20,6 +20,10 @@ Layers = Sequence[Callable[..., Any]]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+# Whether backwards are split, and remat.
+MODES = ((False, "none"), (True, "none"), (False, "stage"), (True, "stage"), (True, "layer"))
+
+
 def mean_square(outputs: Any, target: Any) -> Tensor:
     """A loss for any outputs: the first floating tensor of the tree, squared."""
     tensor = next(tensor for tensor in mb.flatten(outputs)[0] if tensor.is_floating_point())
@@ -125,48 +129,23 @@ def assert_same_as_plain(
     microbatches: int = 3,
     steps: int = 2,
     context: Context = contextlib.nullcontext,
-    modes: Sequence[tuple[bool, str]] = (
-        (False, "none"),
-        (True, "none"),
-        (False, "stage"),
-        (True, "stage"),
-        (True, "layer"),
-    ),
+    modes: Sequence[tuple[bool, str]] = MODES,
     loss_weight: mb.LossWeight = None,
 ) -> None:
     """Over several steps without zero_grad: losses, outputs and gradients of the stages are those of the plain loop."""
     reference = copy.deepcopy(layers)
     results = []
+    asked: dict[str, Any] = {"microbatches": microbatches, "loss_weight": loss_weight}
     for step in range(steps):
         with context():
-            results.append(
-                plain_step(
-                    reference,
-                    inputs,
-                    target,
-                    loss=loss,
-                    microbatches=microbatches,
-                    seed=7,
-                    step=step,
-                    loss_weight=loss_weight,
-                )
-            )
+            results.append(plain_step(reference, inputs, target, loss=loss, seed=7, step=step, **asked))
     for split, remat in modes:
         ours = copy.deepcopy(layers)
         stages = make_stages(ours, cuts, loss, seed=7, split=split, remat=remat)
         for step, expected in enumerate(results):
             state = torch.get_rng_state()
             with context():
-                got = run_step(
-                    stages,
-                    inputs,
-                    target,
-                    microbatches=microbatches,
-                    split=split,
-                    step=step,
-                    loss_weight=loss_weight,
-                    together=step % 2 == 0,
-                )
+                got = run_step(stages, inputs, target, split=split, step=step, together=step % 2 == 0, **asked)
             assert torch.equal(state, torch.get_rng_state()), "torch's default generator was moved"
             where = f"split={split}, remat={remat}, step={step}"
             assert torch.equal(got.loss, expected.loss), where

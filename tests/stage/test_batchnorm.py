@@ -47,23 +47,13 @@ def assert_exact(
 ) -> None:
     """Losses, outputs, gradients and buffers are those of the plain loop, over steps with an optimizer."""
     reference = copy.deepcopy(model)
-    with gapless.Pipeline(
-        model, loss=F.mse_loss, microbatches=microbatches, seed=SEED, batchnorm=batchnorm, **options
-    ) as pipe:
+    asked: dict[str, Any] = {"loss": F.mse_loss, "microbatches": microbatches, "seed": SEED, "batchnorm": batchnorm}
+    with gapless.Pipeline(model, **asked, **options) as pipe:
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
         for step in range(steps):
             x, y = batch()
             ours = pipe.step(x, y, outputs=True)
-            plain = gapless.plain_step(
-                [*reference],
-                x,
-                y,
-                loss=F.mse_loss,
-                microbatches=microbatches,
-                seed=SEED,
-                step=step,
-                batchnorm=batchnorm,
-            )
+            plain = gapless.plain_step([*reference], x, y, step=step, **asked)
             assert_same(ours.outputs, plain.outputs, f"step {step}")
             assert_same_gradients(model, reference, f"step {step}")
             assert_same(buffers_of(model), buffers_of(reference), f"step {step}, buffers")

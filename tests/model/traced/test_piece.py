@@ -5,7 +5,6 @@ from torch.compile.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,11 +24,7 @@ EAGER: Any = {
 }  # through all of torch.compile but its kernels, so the bits are those of the plain loop
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Net(nn.Module):

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +14,12 @@ from gapless.zoo.gpt import gpt
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("error:stage"),
 ]
 STEPS, MICROBATCHES, VOCAB = 6, 4, 61
-
-
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def tokens_loss(outputs: Tensor, target: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,11 +22,7 @@ from tests.pipelines import assert_same, assert_same_gradients, schedule_named
 WIDTH, SEED = 8, 5
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Block(nn.Module):
