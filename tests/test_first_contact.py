@@ -77,18 +77,6 @@ def test_a_set_of_words_goes_to_every_microbatch_and_can_not_be_traced() -> None
         pipe.step({"x": rows(), "more": {"a", "b"}}, rows())
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (Pair, r"the model is the class Pair, but it must be one of its objects: pass Pair\(...\)"),
-        (len, "the model is a builtin_function_or_method, but it must be an nn.Module or a list of layers"),
-    ],
-)
-def test_what_is_no_model_is_refused(model: Any, message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss)
-
-
 def test_a_target_with_too_few_rows_is_an_error_before_the_loss_could_broadcast_it() -> None:
     with (
         gapless.Pipeline(sequence(), devices=2, microbatches=2, loss=F.cross_entropy) as pipe,

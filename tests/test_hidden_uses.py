@@ -265,7 +265,7 @@ def test_draws_that_no_mode_sees_are_seeded_too(draw: Callable[[Tensor], Tensor]
 
 
 def test_the_callers_generator_stays_where_it_was() -> None:
-    model = [linear(), Do(seeds_itself), linear(), Do(DRAWS["scripted"])]
+    model = [linear(), Do(seeds_itself), nn.Dropout(0.3), linear(), nn.Dropout(0.3), Do(DRAWS["scripted"])]
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
         state = torch.get_rng_state()
         pipe.step(torch.randn(4, WIDTH, generator=torch.Generator()), torch.zeros(4, WIDTH))

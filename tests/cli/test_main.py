@@ -21,7 +21,7 @@ def test_without_words_it_says_what_it_can_do(gapless: Command) -> None:
     assert "example: gapless compare --devices 8 --microbatches 32" in out
 
 
-@pytest.mark.parametrize("command", LOOKING)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_each_command_shows_an_example(gapless: Command, command: str) -> None:
     code, out, _ = gapless(f"{command} --help")
     assert code == 0

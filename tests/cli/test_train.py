@@ -148,18 +148,6 @@ def test_no_file_and_sequences_that_are_too_long_for_the_model_are_one_sentence(
     assert refused("train nowhere.toml") == "there is no file nowhere.toml"
 
 
-def test_the_help_shows_an_example(gapless: Command) -> None:
-    code, out, _ = gapless("train --help")
-    assert code == 0
-    assert "example: gapless train --example > my.toml; gapless train my.toml --set train.steps=50" in out
-
-
-def test_the_example_trains(gapless: Command) -> None:
-    code, out, _ = gapless(f"train {ROOT / 'examples' / 'gpt.toml'} --steps 2")
-    assert code == 0
-    assert out.startswith("Pipeline: zb-h1, 4 devices")
-
-
 def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
     refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

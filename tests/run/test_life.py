@@ -105,24 +105,6 @@ def test_two_hundred_pipelines_leave_no_thread_and_no_memory() -> None:
 # -- used from elsewhere -----------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_works_in_a_thread_that_is_not_the_main_one() -> None:
-    model = mlp()
-    reference = copy.deepcopy(model)
-    results: list[gapless.Result] = []
-
-    def work() -> None:
-        with pipeline(model) as pipe:
-            results.append(pipe.step(X, Y))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    plain = gapless.plain_step([*reference], X, Y, loss=F.mse_loss, microbatches=4)
-    assert_same(results[0].loss, plain.loss, "loss")
-    assert_same_gradients(model, reference)
-    assert alive() == []
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_two_pipelines_step_at_the_same_time_in_two_threads(schedule: str) -> None:
     """With dropout: both draw, and neither disturbs the other or the caller's generator."""
@@ -146,6 +128,7 @@ def test_two_pipelines_step_at_the_same_time_in_two_threads(schedule: str) -> No
             plain = gapless.plain_step([*reference], X, Y, loss=F.mse_loss, microbatches=4, seed=number, step=step)
             assert_same(losses[number][step], plain.losses[0], f"step {step}")
         assert_same_gradients(models[number], reference)
+    assert alive() == []
 
 
 def test_a_layer_may_ask_another_pipeline() -> None:

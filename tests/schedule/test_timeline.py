@@ -57,33 +57,6 @@ def test_minibatches_of_different_sizes_still_have_an_end() -> None:
     assert simulate(schedule).minibatch_ends == (6, 15)
 
 
-def test_the_summary_is_plain_json() -> None:
-    assert simulate(make_schedule("1f1b", devices=2, microbatches=2)).summary() == {
-        "schedule": "1f1b",
-        "devices": 2,
-        "stages": 2,
-        "placement": "line",
-        "microbatches": 2,
-        "minibatches": 1,
-        "makespan": 9,
-        "span": 9,
-        "work": 6,
-        "bubble": 0.333333333333,
-        "span_bubble": 0.333333333333,
-        "busy": [6, 6],
-        "idle": [3, 3],
-        "peak": [2, 1],
-        "actions": 8,
-    }
-
-
-def test_the_summary_of_an_endless_schedule_has_a_pace() -> None:
-    summary = simulate(make_schedule("pipedream", devices=2, microbatches=8)).summary()
-    assert summary["microbatches"] == summary["minibatches"] == 8
-    assert summary["period"] == 3
-    assert summary["throughput"] == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize(
     ("number", "shown"),
     [

@@ -60,6 +60,10 @@ def number():
 def ends_badly(minibatch):
     yield torch.zeros(minibatch, 8), torch.zeros(minibatch, dtype=torch.long)
     raise KeyError("no more")
+
+
+def steep(outputs, target):
+    return nn.functional.cross_entropy(outputs, target) + (0 * outputs).sqrt().sum()
 """
 
 CONFIG = """

@@ -1,26 +1,11 @@
-"""The GPT of the zoo is causal, and gives the same bits in stages."""
+"""The GPT of the zoo is causal; tests/pipelines.py has it in stages."""
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from gapless.zoo.gpt import gpt, next_token_loss
-from tests.stage.exactness import assert_same_as_plain
-
-
-@pytest.mark.parametrize(
-    "context", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["float", "autocast"]
-)
-def test_in_stages_it_gives_the_bits_of_the_plain_loop(context: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = gpt(vocab=19, width=16, depth=2, heads=2, context=8, dropout=0.1)
-    ids = torch.randint(19, (6, 8))
-    assert_same_as_plain(list(model), ids, ids.roll(-1, 1), loss=next_token_loss, cuts=(1, 3), context=context)
+from gapless.zoo.gpt import gpt
 
 
 def test_no_token_sees_a_later_one() -> None:

@@ -114,6 +114,8 @@ def test_a_name_or_a_class_is_no_model() -> None:
         make("gpt2", devices=2)
     with pytest.raises(GaplessError, match=r"model is the class Linear, .*: pass Linear\(\.\.\.\)"):
         make(nn.Linear, devices=2)
+    with pytest.raises(GaplessError, match=r"model is a builtin_function_or_method, but it must be an nn\.Module or a"):
+        make(len, devices=2)
 
 
 def test_the_name_of_a_schedule_is_no_schedule() -> None:

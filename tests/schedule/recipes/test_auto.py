@@ -123,6 +123,7 @@ def keeps_its_promises(question: tuple[int, int, int, Costs, Number | None, Obje
     schedule = make("auto")
     timeline = simulate(schedule, costs)
     assert verify(schedule, microbatches, devices * stages_per_device).ok
+    assert Schedule.parse(schedule.text()) == Schedule.parse(schedule.csv()) == schedule
     assert in_microbatch_order(schedule)
     assert limit is None or max(timeline.peak) <= limit
     for name in NAMED:

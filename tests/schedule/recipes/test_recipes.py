@@ -9,8 +9,6 @@ from itertools import product
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
@@ -64,17 +62,9 @@ def check_everything(name: str, K: int, M: int, v: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-@settings(max_examples=8)  # a slow test has all of them
-@given(K=st.integers(1, 12), M=st.integers(1, 40), v=st.integers(1, 4))
-def test_every_recipe_is_verified_complete_in_order_within_its_peak_and_round_trips(
-    name: str, K: int, M: int, v: int
-) -> None:
-    check_everything(name, K, max(M, K) if name == "2bw" else M, v)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_every_recipe_is_right_for_all_small_sizes(name: str) -> None:
-    for K, M, v in product(range(1, 6), range(1, 9), range(1, 4) if name in LOOPED else [1]):
+def test_every_recipe_is_verified_complete_in_order_within_its_peak_and_round_trips(name: str) -> None:
+    small = product(range(1, 6), range(1, 9), range(1, 4) if name in LOOPED else [1])
+    for K, M, v in [*small, (7, 10, 4), (8, 3, 2), (9, 40, 1), (11, 23, 3), (12, 37, 2)]:
         if name != "2bw" or M >= K:
             check_everything(name, K, M, v)
 
@@ -86,16 +76,6 @@ def test_every_recipe_is_right_for_all_sizes_up_to_12_devices_and_40_microbatche
     for K, M, v in product(range(1, 13), range(1, 41), range(1, 5) if name in LOOPED else [1]):
         if name != "2bw" or M >= K:
             check_everything(name, K, M, v)
-
-
-@pytest.mark.parametrize("K", [1, 2, 3, 5])
-@pytest.mark.parametrize("M", [1, 2, 4, 9])
-def test_auto_is_verified_complete_in_order_and_round_trips(K: int, M: int) -> None:
-    schedule = make_schedule("auto", devices=K, microbatches=M)
-    report = verify(schedule, num_microbatches=M)
-    assert report.ok
-    assert report.in_order
-    assert Schedule.parse(schedule.text()) == Schedule.parse(schedule.csv()) == schedule
 
 
 @pytest.mark.parametrize(

@@ -235,10 +235,6 @@ def test_every_config_of_the_examples_is_right() -> None:
         read_config(file)
 
 
-def test_the_page_of_all_keys_is_current() -> None:
-    assert (ROOT / "docs" / "config.md").read_text("utf-8") == manual.page()
-
-
 def test_the_commented_config_is_right_and_its_comments_too() -> None:
     written = parse_config(manual.example(), Path())
     assert (written.model.name, written.train.steps) == ("gpt", 100)

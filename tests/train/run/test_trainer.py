@@ -125,14 +125,24 @@ def test_targets_that_are_left_out_do_not_count(tmp_path: Path) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(job.model(inputs), target).detach())
 
 
-def test_a_loss_that_is_not_finite_ends_it_before_the_weights_change(tmp_path: Path) -> None:
-    job = build(read_config(write(tmp_path, ('name = "cross_entropy"', 'name = "mine.py:no_number"'))))
+NAN_LOSS = [("cross_entropy", "mine.py:no_number")]
+NAN_GRADIENTS = [("cross_entropy", "mine.py:steep"), ("clip = 0.5\n", "")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (NAN_LOSS, "the loss of step 1 is nan, in microbatch 0 of 4: a smaller"),
+        (NAN_GRADIENTS, "the gradients of step 1 have norm nan"),
+    ],
+)
+def test_what_is_not_finite_ends_it_before_the_weights_change(
+    tmp_path: Path, changes: list[tuple[str, str]], told: str
+) -> None:
+    job = build(read_config(write(tmp_path, *changes)))
     assert isinstance(job.model, torch.nn.Module)
     before = [parameter.clone() for parameter in job.model.parameters()]
-    with (
-        job.pipeline(None) as pipe,
-        pytest.raises(NotFiniteError, match="the loss of step 1 is nan, in microbatch 0 of 4: a smaller"),
-    ):
+    with job.pipeline(None) as pipe, pytest.raises(NotFiniteError, match=told):
         make_trainer(job.config, job, pipe).run()
     assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
 

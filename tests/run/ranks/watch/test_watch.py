@@ -29,7 +29,6 @@ from gapless.errors import ConfigError, PartitionError, TransportError
 from gapless.run.ranks.timing import stragglers
 from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.ring import pairs
-from gapless.run.ranks.wire.call_stamp import differences
 from tests.pipelines import Do, alive, schedule_named
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch
@@ -461,17 +460,6 @@ def test_ranks_that_disagree_are_refused_with_both_values(launch: Launch) -> Non
     took = [float(seconds) for seconds in re.findall(r": ([\d.]+) s$", launch(disagrees, 3), re.M)]
     assert len(took) == 3 * len(_disagreements())
     assert sorted(took)[-4] < 15, took  # the whole machine may have been stopped once
-
-
-def test_differences_are_named_with_their_place() -> None:
-    one = {"a": 1, "model": {"x": "(2,)", "y": "(3,)"}, "list": [1, 2]}
-    other = {"a": 1, "model": {"x": "(2,)", "z": "(3,)"}, "list": [1, 3]}
-    assert list(differences(one, other)) == [
-        ("model y", "(3,)", "missing"),
-        ("model z", "missing", "(3,)"),
-        ("list", "[1, 2]", "[1, 3]"),
-    ]
-    assert list(differences(one, one)) == []
 
 
 # -- SIGTERM -----------------------------------------------------------------------------------------------------------
