@@ -16,7 +16,7 @@ from gapless.plan.profile.machine import Mesh
 from gapless.plan.search.search import search
 from gapless.plan.search.search_options import SearchOptions
 from gapless.zoo.emulated import Emulated
-from tests.pipelines import assert_same_gradients
+from tests.pipelines import Own, assert_same_gradients
 from tests.plan import profiles
 
 WIDTH, SAMPLES = 8, 8
@@ -33,6 +33,12 @@ def model() -> nn.Sequential:
 def batch(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
     chance = torch.Generator().manual_seed(1)
     return torch.randn(samples, WIDTH, generator=chance), torch.randn(samples, WIDTH, generator=chance)
+
+
+def made(planned: Any = None, *given: Any, **more: Any) -> Plan:
+    """A plan of the model, or of another, for two devices."""
+    asked: dict[str, Any] = {"devices": ["cpu"] * 2, "loss": F.mse_loss, "seconds": 0.01, **more}
+    return gapless.make_plan(planned or model(), *(given or batch()), **asked)
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +111,9 @@ def test_all_that_differs_from_the_plan_is_refused_at_once(plan: Plan) -> None:
     )
 
 
-def test_without_a_plan_there_are_four_microbatches_for_each_device() -> None:
-    with gapless.Pipeline(model(), devices=["cpu"] * 2, loss=F.mse_loss) as pipe:
-        assert pipe.microbatches == 8
-
-
 def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> None:
     lines: list[str] = []
-    found = gapless.make_plan(
-        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], seconds=0.01, progress=lines.append
-    )
+    found = made(schedules=["1f1b"], progress=lines.append)
     measured = {int(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("measuring")}
     assert measured >= {1, 2}  # to begin with: 4 microbatches per device, and twice the samples
     assert found.minibatch == SAMPLES
@@ -142,9 +141,7 @@ def test_sizes_that_each_found_plans_of_the_other_only_still_give_one() -> None:
 
 
 def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
-    found = gapless.make_plan(
-        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], microbatches=2, seconds=0.01
-    )
+    found = made(schedules=["1f1b"], microbatches=2)
     fewer = replace(found, mesh=replace(found.mesh, order=(1,))) if found.num_devices == 1 else found
     assert fewer.searched is not None
     assert fewer.searched.devices == 2
@@ -162,9 +159,7 @@ def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
 def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> None:
     layers = [Emulated(forward=2e-3, input_grad=2e-3, weight_grad=2e-3) for _ in range(4)]
     x = torch.zeros(8, 1, requires_grad=True)
-    found = gapless.make_plan(
-        layers, x, x, devices=["cpu"] * 2, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.02
-    )
+    found = made(layers, x, x, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.02)
     # Each microbatch takes as long, whatever is in it: one of all samples is best, and another device gains nothing.
     assert (found.microbatches, found.samples) == (1, 8)
     assert found.step_seconds == pytest.approx(4 * 6e-3, rel=0.25)
@@ -184,36 +179,25 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
     ],
 )
 def test_what_makes_no_sense_is_said(more: dict[str, object], message: str) -> None:
-    options: dict[str, object] = {"devices": ["cpu"] * 2, **more}
     with pytest.raises(ConfigError, match=message):
-        gapless.make_plan(model(), *batch(), loss=F.mse_loss, **options)  # type: ignore[arg-type]
+        made(**more)
 
 
 def test_devices_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="devices are cpu, cuda, but a plan is for one kind"):
-        gapless.make_plan(model(), *batch(), devices=["cpu", "cuda:0"], loss=F.mse_loss)
+        made(devices=["cpu", "cuda:0"])
 
 
 def test_a_missing_target_is_said() -> None:
     with pytest.raises(ConfigError, match="no target was given, and the loss failed without one"):
-        gapless.make_plan(model(), batch()[0], devices=["cpu"] * 2, loss=F.mse_loss, seconds=0.01)
+        made(model(), batch()[0])
 
 
 def test_layers_of_a_module_may_be_given() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.parts(x)
-
-    whole = Whole()
-    layers = list(whole.parts)
-    found = gapless.make_plan(
-        whole, *batch(), devices=["cpu"] * 2, layers=layers, schedules=["1f1b"], microbatches=4, seconds=0.01
-    )
+    parts = model()
+    whole, layers = Own(lambda whole, x: whole.parts(x), parts=parts), list(parts)
+    found = made(whole, layers=layers, loss=None, schedules=["1f1b"], microbatches=4)
     assert (sum(found.partition), found.cuts) == (6, None)
     with gapless.Pipeline(whole, devices=["cpu"] * 2, schedule=found, layers=layers, loss=F.mse_loss) as pipe:
         pipe.step(*batch())
@@ -221,4 +205,4 @@ def test_layers_of_a_module_may_be_given() -> None:
 
 def test_what_fits_nowhere_is_said_with_its_sizes() -> None:
     with pytest.raises(PlanError, match="layer 5"):
-        gapless.make_plan(model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, memory=60_000, seconds=0.01)
+        made(memory=60_000)

@@ -15,6 +15,10 @@ DRAWN = """\
 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"""
 
 
+NO_ACTION = "is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1"
+NO_ROWS = 'the JSON has no "rows": it needs a list of actions per device, as in {"rows": [["0F0", "0B0"]]}'
+
+
 def message_of(text: str) -> str:
     with pytest.raises(ScheduleError) as caught:
         Schedule.parse(text)
@@ -87,22 +91,10 @@ def test_white_space_and_blank_lines_do_not_matter_in_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "0: 0F0 0B0\n1: 1F0 2F0garbage",
-            "line 2: '2F0garbage' is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1",
-        ),
-        (
-            "0F0,0B0\n1F0,1X0",
-            "line 2: '1X0' is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1",
-        ),
-        (
-            '{"rows": [["0F0", "0B0"], ["F0"]]}',
-            "row 1: 'F0' is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1",
-        ),
-        (
-            "0: 0F0 0B0\n2: 1F0 1B0",
-            "line 2: device 2 where device 1 was expected; they go 0, 1, 2, ... in order",
-        ),
+        ("0: 0F0 0B0\n1: 1F0 2F0garbage", f"line 2: '2F0garbage' {NO_ACTION}"),
+        ("0F0,0B0\n1F0,1X0", f"line 2: '1X0' {NO_ACTION}"),
+        ('{"rows": [["0F0", "0B0"], ["F0"]]}', f"row 1: 'F0' {NO_ACTION}"),
+        ("0: 0F0 0B0\n2: 1F0 1B0", "line 2: device 2 where device 1 was expected; they go 0, 1, 2, ... in order"),
         ("0: 0F0 0B0\n1F0 1B0", "line 2: '1F0 1B0' does not start with a device and a colon, as in `0: 0F0 0B0`"),
         ("", "the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`"),
         (" \n \n", "the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`"),
@@ -110,14 +102,8 @@ def test_white_space_and_blank_lines_do_not_matter_in_text() -> None:
         ("0: 0F0 0B0 2F0 2B0", "stage 1 has no action, so it is on no device: stages are 0, 1, 2, ... without gaps"),
         ("0: 0F0 0B7", "microbatch 7 in a schedule of 2 actions: numbers are 0, 1, 2, ... without gaps"),
         ("0: 0F0 999999999B0", "stage 999999999 in a schedule of 2 actions: numbers are 0, 1, 2, ... without gaps"),
-        (
-            '{"rows": 3}',
-            'the JSON has no "rows": it needs a list of actions per device, as in {"rows": [["0F0", "0B0"]]}',
-        ),
-        (
-            '{"rows": [[0]]}',
-            'the JSON has no "rows": it needs a list of actions per device, as in {"rows": [["0F0", "0B0"]]}',
-        ),
+        ('{"rows": 3}', NO_ROWS),
+        ('{"rows": [[0]]}', NO_ROWS),
         ('{"rows": []}', "stage 0 has no action, so it is on no device: stages are 0, 1, 2, ... without gaps"),
     ],
 )

@@ -24,13 +24,6 @@ def found(drawing: str) -> list[str]:
     return [f"{v.device}.{v.position} {v.rule}: {v.message}" for v in verify(Schedule.parse(drawing)).violations]
 
 
-def test_a_correct_schedule_has_no_violations() -> None:
-    report = verify(make_schedule("1f1b", devices=3, microbatches=4))
-    assert report.ok
-    assert report.in_order
-    report.raise_if_wrong()
-
-
 @pytest.mark.parametrize(
     ("drawing", "violations"),
     [
@@ -59,10 +52,8 @@ def test_a_correct_schedule_has_no_violations() -> None:
         (
             "0: 0F0 0B0 0F1 0B1 0U0 0F2 0B2 0U1",
             [
-                (
-                    "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: "
-                    "each minibatch has as many as the others"
-                )
+                "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: "
+                "each minibatch has as many as the others"
             ],
         ),
         (
@@ -100,13 +91,6 @@ def test_each_kind_of_violation_is_found_at_its_place(drawing: str, violations: 
     assert set(violations) <= set(found(drawing))
 
 
-def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
-    assert found("0: 0F0 0B0 0F1 0B1\n1: 1F1 1F0 1B0 1B1") == [
-        "0.1 dependency: 0B0 waits for 1I0 on device 1, which itself waits before 1F1",
-        "1.0 dependency: 1F1 waits for 0F1 on device 0, which itself waits before 0B0",
-    ]
-
-
 def test_all_violations_are_reported_at_once() -> None:
     # A missing action, one that is there twice, one on the wrong device, and two in the wrong order.
     assert found("0: 0F0 0F1 0F1 0B0 0B1 0W2\n1: 1B0 1F0 1B1 1F1 0F2 0I2") == [
@@ -133,16 +117,7 @@ def test_the_expected_sizes_are_checked_where_they_are_known() -> None:
     assert len(verify(schedule, num_stages=3).violations) == 4
 
 
-def test_backwards_out_of_microbatch_order_are_a_warning() -> None:
-    report = verify(Schedule.parse("0: 0F0 0F1 0B1 0B0"))
-    assert report.ok
-    assert not report.in_order
-    assert {(warning.device, warning.position, warning.rule) for warning in report.warnings} == {
-        (0, 3, "microbatch order")
-    }
-
-
-def test_weight_gradients_out_of_order_are_a_warning_too() -> None:
+def test_gradients_out_of_microbatch_order_are_a_warning() -> None:
     report = verify(Schedule.parse("0: 0F0 0F1 0I0 0I1 0W1 0W0"))
     assert report.ok
     (warning,) = report.warnings
@@ -207,17 +182,6 @@ def runs_to_its_end(schedule: Schedule, pools: dict[Channel, int]) -> bool:
     return all(position[device] == len(row) for device, row in enumerate(schedule.rows))
 
 
-CROSSED = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F2 1F0 1F1 1B0 1B1 1B2"
-
-
-def test_messages_consumed_out_of_order_need_more_buffers() -> None:
-    # Message 2 is consumed first: its receive can be posted only if the buffers of 0 and 1 are not needed for it.
-    report = verify(Schedule.parse(CROSSED))
-    assert report.buffers == {(0, 1, "activation"): 3, (1, 0, "gradient"): 1}
-    assert runs_to_its_end(report.schedule, report.buffers)
-    assert not runs_to_its_end(report.schedule, report.buffers | {(0, 1, "activation"): 2})
-
-
 @pytest.mark.parametrize("name", NAMED)
 @given(K=st.integers(1, 6), M=st.integers(1, 9), v=st.integers(1, 4))
 def test_the_buffers_of_the_proof_are_enough_and_one_less_hangs(name: str, K: int, M: int, v: int) -> None:
@@ -244,6 +208,7 @@ def test_the_proof_holds_for_forwards_consumed_in_any_order(order: list[int], se
     channel = (0, 1, "activation")
     least = next(p for p in range(1, 6) if runs_to_its_end(schedule, {channel: p}))
     assert report.buffers == {channel: least}
+    assert report.unsent == unsent_in_any_run(schedule, report.buffers)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -293,13 +258,6 @@ def test_no_run_has_more_messages_unsent_than_reported_and_one_has_as_many(
     assert report.unsent == unsent_in_any_run(report.schedule, report.buffers)
 
 
-@given(order=st.permutations(range(5)), second=st.permutations(range(5)))
-def test_what_is_unsent_is_right_for_forwards_consumed_in_any_order(order: list[int], second: list[int]) -> None:
-    rows = [[f"0F{m}" for m in order], [f"1F{m}" for m in second]]
-    report = verify(Schedule.parse("\n".join(f"{device}: {' '.join(row)}" for device, row in enumerate(rows))))
-    assert report.unsent == unsent_in_any_run(report.schedule, report.buffers)
-
-
 def test_between_stages_of_one_device_there_is_no_channel() -> None:
     report = verify(make_schedule("zb-v", devices=2, microbatches=4))
     assert (
@@ -314,11 +272,6 @@ def test_gpipe_may_have_all_but_one_message_unsent_and_1f1b_only_as_many_as_ther
     gpipe, ahead = (verify(make_schedule(name, devices=4, microbatches=16)).unsent for name in ("gpipe", "1f1b"))
     assert gpipe[0, 1, "activation"] == 15
     assert ahead[0, 1, "activation"] == 3
-
-
-def test_ten_thousand_violations_are_all_there() -> None:
-    schedule = Schedule.parse("0: " + " ".join(f"0F{m}" for m in range(10_001)) + " 0B0")
-    assert len(verify(schedule).violations) == 10_000
 
 
 def test_a_few_actions_with_large_numbers_are_refused_at_once() -> None:

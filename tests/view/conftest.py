@@ -1,5 +1,7 @@
 """Timelines to draw."""
 
+from dataclasses import replace
+
 import pytest
 
 from gapless.schedule.costs import Costs
@@ -22,3 +24,10 @@ def timeline_of(name: str, devices: int = 4, microbatches: int = 8, costs: Costs
 @pytest.fixture(scope="session")
 def eight() -> list[Timeline]:
     return [timeline_of(name) for name in NAMES]
+
+
+def later(timeline: Timeline, by: int) -> Timeline:
+    """The same, but begun so much later."""
+    both = (timeline.starts, timeline.ends)
+    starts, ends = (tuple(tuple(time + by for time in row) for row in rows) for rows in both)
+    return replace(timeline, starts=starts, ends=ends)

@@ -23,7 +23,7 @@ from gapless.schedule.timeline import Timeline
 from gapless.view import legend, page, summary, template
 from gapless.view.columns import resolve
 from gapless.view.figures import Units, figure
-from tests.view.conftest import EVIL, timeline_of
+from tests.view.conftest import EVIL, later, timeline_of
 
 
 def data_of(html: str) -> dict[str, Any]:
@@ -142,12 +142,7 @@ def test_whole_numbers_and_halves_become_integers_and_others_floats() -> None:
 
 def test_a_measured_timeline_is_drawn_from_its_own_start() -> None:
     simulated = timeline_of("1f1b", costs=Costs())
-    later = Timeline(
-        simulated.schedule,
-        tuple(tuple(start + 1000 for start in row) for row in simulated.starts),
-        tuple(tuple(end + 1000 for end in row) for row in simulated.ends),
-    )
-    assert columns_of(page.render([later])) == columns_of(page.render([simulated]))
+    assert columns_of(page.render([later(simulated, 1000)])) == columns_of(page.render([simulated]))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "2bw"])

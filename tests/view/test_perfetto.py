@@ -14,7 +14,7 @@ from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import perfetto
-from tests.view.conftest import COSTS, EVIL, timeline_of
+from tests.view.conftest import EVIL, later, timeline_of
 
 Event = dict[str, Any]
 
@@ -95,14 +95,7 @@ def test_the_file_is_the_trace(eight: list[Timeline], tmp_path: Path) -> None:
 
 
 def test_a_timeline_is_traced_from_its_own_start() -> None:
-    made = timeline_of("1f1b")
-    later = Timeline(
-        made.schedule,
-        tuple(tuple(start + 64 for start in row) for row in made.starts),
-        tuple(tuple(end + 64 for end in row) for row in made.ends),
-        COSTS,
-    )
-    assert events([later], "X")[0]["ts"] == 0
+    assert events([later(timeline_of("1f1b"), 64)], "X")[0]["ts"] == 0
 
 
 def test_bad_arguments_are_refused_with_a_sentence() -> None:
