@@ -19,16 +19,13 @@ from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
 from tests.pipelines import assert_same_gradients
+from tests.stage.state_loops import linear
 
 from .random_models.blocks import Do, scripted_dropout
 
 WIDTH, SAMPLES, MICROBATCHES, SEED = 6, 7, 3, 5
 CAST = partial(torch.autocast, "cpu", torch.bfloat16)
 Loss = Callable[[Any, Tensor], Tensor]
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 def assert_exact(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
+from tests.stage.state_loops import Clock, linear
 
 from .random_models.blocks import Do
 from .test_hidden_uses import CAST, assert_exact
@@ -24,16 +25,6 @@ WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 6, 7, 3, 5, 5
 When = Callable[[int, int], bool]  # a step and a microbatch
 Loss = Callable[[Tensor, Tensor], Tensor]
 Made = tuple[list[nn.Module], Loss]
-
-
-class Clock:
-    """What a training script counts."""
-
-    step = 0
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 def late_penalty(clock: Clock, when: When) -> Made:

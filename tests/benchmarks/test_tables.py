@@ -50,27 +50,6 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
     assert "bubble" in breakdown.told(found).text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["throughput", "--devices", "2,x"], "--devices 2,x is not a list of numbers above 0"),
-        (["throughput", "--microbatches", "inf"], "--microbatches inf is not a list of numbers above 0"),
-        (["throughput", "--devices", "1,2"], "give 2 or more"),
-        (["largest", "--layers", "4"], "a multiple of 3 layers"),
-        (["breakdown", "--width", "6"], "width is 6, but it must be a multiple of 4"),
-        (["overhead", "--width", "130"], "width is 130, but it must be a multiple of 4, the number of heads"),
-        (["split", "--width", "6"], "width is 6, but it must be a multiple of 4"),
-        (["saving", "--width", "200"], "width is 200, but it must be a multiple of 3"),
-        (["compile", "--width", "642"], "width is 642, but it must be a multiple of 5"),
-    ],
-)
-def test_sizes_that_no_model_has_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:
     machine: dict[str, str | int] = {"cpu": "one", "cores": 2, "os": "Linux", "torch": "2", "python": "3"}
     for name, tables in (("split", ()), ("largest", (Table("Sizes", ("a", "b"), [("1", "2")], "So it is."),))):

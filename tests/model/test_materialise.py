@@ -18,6 +18,7 @@ from gapless.errors import CheckpointError, ConfigError
 from gapless.model.materialise import homes_in, materialise, on_meta
 from gapless.zoo.gpt import gpt, next_token_loss
 from gapless.zoo.resnet import resnet
+from tests.pipelines import Own
 
 CPU = torch.device("cpu")
 
@@ -177,18 +178,15 @@ def test_what_nobody_filled_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"init= left 3\.network\.0\.bias, 5\.weight without values"):
         materialise(model := made(meta=True), homes_in([*model]), CPU, state)
 
-    class Mask(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.arange(3), persistent=False)
+    def masked() -> nn.Sequential:
+        with torch.device("meta"):
+            return nn.Sequential(Own(lambda mask, x: x, steps=nn.Buffer(torch.arange(3), persistent=False)))
 
-    with torch.device("meta"):
-        masks = nn.Sequential(Mask())
+    masks = masked()
     with pytest.raises(ConfigError, match=r"init= left 0\.steps without values: .* also those that no checkpoint has"):
         materialise(masks, homes_in([*masks]), CPU, {})
-    with torch.device("meta"):
-        masks = nn.Sequential(Mask())
-    with pytest.raises(ConfigError, match=r"no reset_parameters in 0 \(Mask\): give init= a function"):
+    masks = masked()
+    with pytest.raises(ConfigError, match=r"no reset_parameters in 0 \(Own\): give init= a function"):
         materialise(masks, homes_in([*masks]), CPU, "reset_parameters")
 
 

@@ -52,8 +52,10 @@ def found(drawing: str) -> list[str]:
         (
             "0: 0F0 0B0 0F1 0B1 0U0 0F2 0B2 0U1",
             [
-                "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: "
-                "each minibatch has as many as the others"
+                (
+                    "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: "
+                    "each minibatch has as many as the others"
+                )
             ],
         ),
         (

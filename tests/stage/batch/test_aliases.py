@@ -18,7 +18,8 @@ from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.stage.batch import microbatch as mb
 from tests.random_models.blocks import Do
-from tests.test_hidden_uses import WIDTH, assert_exact, linear
+from tests.stage.state_loops import linear
+from tests.test_hidden_uses import WIDTH, assert_exact
 
 Made = Callable[[Tensor], tuple[Tensor, Tensor]]
 HANDED: dict[str, Made] = {

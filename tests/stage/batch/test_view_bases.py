@@ -16,7 +16,8 @@ from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.stage.batch.view_bases import mark_view, was_view
 from tests.random_models.blocks import Do, swapped
-from tests.test_hidden_uses import WIDTH, assert_exact, linear
+from tests.stage.state_loops import linear
+from tests.test_hidden_uses import WIDTH, assert_exact
 
 
 def _hooked(part: nn.Module, x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from gapless.stage.guards.process_state import watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.random.draws import Draws
 from tests.pipelines import Do, assert_same_gradients
+from tests.stage.state_loops import Clock
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -118,12 +119,6 @@ def along(linear: nn.Module, x: Tensor) -> Tensor:
 def test_layers_with_forward_derivatives_run_one_at_a_time() -> None:
     """Torch counts their levels once for all threads: now and then a step failed on one that was not its own."""
     assert_exact(layers_with(lambda: Do(along, nn.Linear(6, 6))), devices=2, steps=4, microbatches=16)
-
-
-class Clock:
-    """What a training script counts."""
-
-    step = 0
 
 
 When = Callable[[int, int], bool]  # a step and a microbatch

@@ -52,6 +52,14 @@ def launched(config: Path, ranks: int, *words: str, restarts: int = 0) -> "subpr
     )
 
 
+def on_ranks(config: Path, ranks: int, *words: str) -> str:
+    """What a run in the folder `ranks` prints, to its end."""
+    with launched(config, ranks, "--folder", "ranks", *words) as process:
+        out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err
+    return out
+
+
 def weights_and_losses(config: Path, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Those of a run that has ended: loading its last checkpoint trains no step."""
     with prepared(read_config(config, QUIET), RunFolder(folder), Ranks()) as training:
@@ -125,9 +133,7 @@ def test_a_refusal_on_ranks_leaves_no_folder_and_the_timeout_of_the_config_holds
 def test_four_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path, schedule: str) -> None:
     config = write(tmp_path, *LONGER, ("zb-h1", schedule), ("depth = 5", "depth = 9"))
     in_one_process(config, tmp_path / "one")
-    with launched(config, 4, "--folder", "ranks") as process:
-        _, err = process.communicate(timeout=250)
-    assert process.returncode == 0, err
+    on_ranks(config, 4)
     assert_same(config, tmp_path / "one", tmp_path / "ranks")
 
 
@@ -135,9 +141,7 @@ def test_four_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path, schedu
 def test_replicas_share_the_minibatches(tmp_path: Path) -> None:
     config = write(tmp_path, ("microbatches = 4", "microbatches = 2"), ("dropout = 0.25", "dropout = 0.0"))
     in_one_process(config, tmp_path / "one")
-    with launched(config, 4, "--folder", "ranks") as process:
-        _, err = process.communicate(timeout=250)
-    assert process.returncode == 0, err
+    on_ranks(config, 4)
     (_, losses), (_, found) = (weights_and_losses(config, tmp_path / each) for each in ("one", "ranks"))
     assert found == pytest.approx(losses, rel=1e-4)  # sums over replicas have another order
 
@@ -171,9 +175,7 @@ def test_a_run_with_a_plan_goes_on_with_another_plan_on_other_devices_and_keeps_
     tmp_path: Path,
 ) -> None:
     config = write(tmp_path)
-    with launched(config, 2, "--folder", "ranks", "--plan", "auto", "--steps", "3") as process:
-        out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
+    out = on_ranks(config, 2, "--plan", "auto", "--steps", "3")
     assert len(re.findall("^the plan takes the place of schedule, microbatches in", out, re.M)) == 1
     assert len(re.findall("^caution: 2 CPU ranks share the", out, re.M)) == 1
     kept = Plan.read(tmp_path / "ranks" / "plan.json")
