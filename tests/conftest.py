@@ -64,9 +64,10 @@ def _no_seeds_for_later() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _one_intra_op_thread() -> None:
-    """Whatever the test before has set."""
+def _begins_alike() -> None:
+    """With one intra-op thread and the same random numbers, whatever the test before has set and drawn."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,13 @@
 """The models that the tests of a pipeline train, and the one comparison they make: with the plain loop, every bit."""
 
 import copy
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -260,6 +262,11 @@ def assert_same_gradients(model: nn.Module | list[Any], reference: nn.Module | l
 def alive(name: str = "gapless") -> list[str]:
     """Threads of pipelines, or of something else that begins with this name."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def schedule_named(name: str, devices: int, microbatches: int) -> str | Schedule:

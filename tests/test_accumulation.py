@@ -43,7 +43,6 @@ def pipeline(model: nn.Module, loss: Any = F.mse_loss, **options: Any) -> gaples
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
 def test_steps_with_equal_weights_give_the_bits_of_one_loop_over_all(schedule: str) -> None:
     """Without a weight two steps gave twice the gradient of their minibatch."""
-    torch.manual_seed(1)
     data = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
     model = layers()
     reference = copy.deepcopy(model)
@@ -73,7 +72,6 @@ def test_uneven_steps_are_exact_with_a_fraction_even_in_float64(dtype: torch.dty
 
 def test_a_weight_is_multiplied_before_the_number_of_samples_divides() -> None:
     """As documented: loss * (weight * n_m / n)."""
-    torch.manual_seed(1)
     data = [(torch.randn(9, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)) for _ in range(2)]
     model = layers(torch.float64)
     reference = copy.deepcopy(model)
@@ -131,7 +129,6 @@ def test_tokens_of_a_step_over_all_tokens_are_its_weight() -> None:
 
 
 def test_the_documented_reference_takes_the_weight_too() -> None:
-    torch.manual_seed(1)
     x, y = torch.randn(9, 6), torch.randn(9, 6)
     model = layers()
     reference = copy.deepcopy(model)
@@ -144,7 +141,6 @@ def test_the_documented_reference_takes_the_weight_too() -> None:
 
 
 def test_a_scaler_scales_what_is_weighed() -> None:
-    torch.manual_seed(1)
     data = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(2)]
     model = layers()
     reference = copy.deepcopy(model)

@@ -147,7 +147,6 @@ class Summed(nn.Module):
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("schedule", "remat", "compile"), [("zb-v", "stage", False), ("gpipe", "none", True)])
 def test_a_traced_model_may_have_them_anywhere(schedule: str, remat: Any, compile: bool) -> None:
-    torch.manual_seed(0)
     model = Net()
     plain = Summed(copy.deepcopy(model))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)

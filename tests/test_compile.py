@@ -119,7 +119,6 @@ def test_a_layer_compiled_in_place_and_one_with_a_compiled_part_are_seen() -> No
 
 
 def test_a_part_that_is_compiled_inside_a_layer_is_exact() -> None:
-    torch.manual_seed(0)
 
     def layers(model: nn.Sequential) -> list[Any]:
         inner: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
@@ -198,7 +197,6 @@ def test_a_compiled_gpt_on_a_gpu_is_exact_where_torch_is_deterministic(
 @on_a_gpu
 def test_a_compiled_stage_without_parameters_draws_from_the_generator_of_its_gpu() -> None:
     """It was taken for one on the CPU, and drew whatever the GPU's generator had next."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)).cuda()
     reference = copy.deepcopy(model)
     compiled = {"backend": "aot_eager"}

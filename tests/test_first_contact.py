@@ -155,7 +155,6 @@ def test_gradients_inside_a_traced_forward_are_refused_with_the_line(model: type
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("layer", [Energy, Force])
 def test_gradients_inside_a_layer_are_exact(layer: type[nn.Module], schedule: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH))
     plain = copy.deepcopy(model)
     x, y = rows(), rows()
@@ -175,7 +174,6 @@ class Mapped(Pair):
 
 def test_what_vmap_runs_is_not_cut() -> None:
     """A tensor inside vmap crossed to the next stage, where it has no meaning."""
-    torch.manual_seed(0)
     assert_exact(Mapped(), [(rows(), rows())], loss=F.mse_loss, microbatches=2)
 
 

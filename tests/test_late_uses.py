@@ -198,7 +198,6 @@ def test_under_autocast_a_use_of_some_microbatches_is_exact_or_refused_where_the
     schedule: str, owner: int
 ) -> None:
     """Their gradients meet in one cast, which all microbatches share. The first microbatch is without it."""
-    torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=number != owner) for number in range(4)]
     weights = [layers[owner].weight]
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)

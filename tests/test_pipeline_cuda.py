@@ -106,7 +106,6 @@ def test_cpu_and_gpu_devices_have_the_bits_of_a_plain_loop_over_both(
     devices: list[str], schedule: str, where: str
 ) -> None:
     """What a GPU had made was copied into memory of the host that nobody waited for, and read before it was there."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(Slow() for _ in devices))
     plain = [copy.deepcopy(layer).to(device) for layer, device in zip(model, devices, strict=True)]
     threads = torch.get_num_threads()
@@ -209,7 +208,6 @@ def test_parameters_shared_by_streams_of_one_gpu_add_up_as_in_the_plain_loop(sch
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_offloaded_activations_have_the_bits_of_the_plain_loop(schedule: str, graphs: bool) -> None:
-    torch.manual_seed(1)
     tokens = torch.randint(0, 61, (16, 32), device="cuda")
     options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 8, "offload": "activations"}
     assert_same_training(small_gpt(), tokens, tokens, tokens_loss, steps=4, schedule=schedule, graphs=graphs, **options)

@@ -30,11 +30,6 @@ from tests.pipelines import (
 SPLIT = ["zb-h1", "zb-v", "apart"]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def samples(count: int = 8, width: int = 6, steps: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(count, width), torch.randn(count, width)) for _ in range(steps)]
 

@@ -36,7 +36,6 @@ def test_a_model_with_labels_has_the_bits_of_its_own_loop(make: Callable[[], nn.
 
 
 def test_a_loss_of_ones_own_takes_the_logits() -> None:
-    torch.manual_seed(4)
 
     def loss(outputs: Any, target: Tensor) -> Tensor:
         return F.cross_entropy(outputs.logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
@@ -47,7 +46,6 @@ def test_a_loss_of_ones_own_takes_the_logits() -> None:
 
 
 def test_a_tokenizers_batch_is_the_dict_it_holds() -> None:
-    torch.manual_seed(4)
     model = llama()
     plain = copy.deepcopy(model)
     inputs = batch()
@@ -74,7 +72,6 @@ def test_a_cache_is_not_returned(more: dict[str, Any]) -> None:
 
 def test_sequences_that_are_packed_attend_as_in_the_plain_loop() -> None:
     """With a cache, which is the default, the model does not tell them apart; without one it would."""
-    torch.manual_seed(4)
     model = llama()
     model.config.use_cache = True  # type: ignore[union-attr]
     inputs = batch()

@@ -184,7 +184,6 @@ NAMES = ["dicts", "several", "twice", "shared", "loop", "unused", "integers", "i
 
 @pytest.mark.parametrize(("make", "inputs"), CASES, ids=NAMES)
 def test_an_odd_model_has_the_bits_of_its_own_loop(make: Callable[[], nn.Module], inputs: Inputs) -> None:
-    torch.manual_seed(1)
     batches = [(inputs(), rows()) for _ in range(3)]
     once = make in (NestedDicts, SeveralInputsAndOutputs, Counting)  # evaluate traces again
     assert_exact(make(), batches, loss=first, devices=2, schedule="zb-v", evaluate=once)
@@ -193,17 +192,14 @@ def test_an_odd_model_has_the_bits_of_its_own_loop(make: Callable[[], nn.Module]
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("make", [SharedFarApart, InPlace, ViewsHandedOn])
 def test_the_oddest_run_exactly_with_remat(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(1)
     assert_exact(make(), [(rows(), rows()) for _ in range(2)], loss=first, devices=3, remat="stage", evaluate=False)
 
 
 def test_a_model_that_treats_one_sample_differently_is_traced_again_for_it() -> None:
-    torch.manual_seed(1)
     assert_exact(AloneIsDifferent(), [(rows(5), rows(5)), (rows(6), rows(6))], loss=first)  # 2 2 1, then 2 2 2
 
 
 def test_a_model_that_changes_its_input_is_exact() -> None:
-    torch.manual_seed(1)
     assert_exact(ChangesItsInput(), [(rows(), rows())], loss=first)
 
 
@@ -234,7 +230,6 @@ class LooksAtData(Odd):
 
 
 def test_what_can_not_be_traced_is_refused_with_the_line_and_the_way_out() -> None:
-    torch.manual_seed(1)
     model = LooksAtData()
     with (
         gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe,
@@ -272,7 +267,6 @@ def test_of_a_trace_that_fails_torch_logs_and_prints_nothing_beside_the_refusal(
 
 
 def test_layers_by_hand_are_the_way_out() -> None:
-    torch.manual_seed(1)
     model = LooksAtData()
 
     def turned(x: Tensor) -> Tensor:

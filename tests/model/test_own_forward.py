@@ -117,7 +117,6 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_sequential_that_does_more_than_call_its_layers_is_called_as_it_is(root: str) -> None:
     """It was taken apart: the residual of a Sequential's own forward was gone from pipeline and plain_step alike."""
-    torch.manual_seed(0)
     model = ROOTS[root]()
     plain, reference = copy.deepcopy(model), copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -192,7 +191,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("remat", ["none", "stage"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_that_is_almost_one_of_torchs_is_called_as_it_is(layer: str, remat: Any, schedule: str) -> None:
-    torch.manual_seed(0)
     model = LAYERS[layer]()
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)

@@ -90,7 +90,6 @@ def test_a_models_own_loss_weighs_the_labels_it_counts(
 
 
 def test_sentences_and_positions_weigh_as_samples_do() -> None:
-    torch.manual_seed(4)
     ids = torch.randint(3, 24, (7, 5))
     for make, inputs in (
         (partial(bert, "SequenceClassification"), {"input_ids": ids, "labels": torch.randint(2, (7,))}),
@@ -109,7 +108,6 @@ def test_sentences_and_positions_weigh_as_samples_do() -> None:
 
 def test_two_losses_that_count_differently_are_refused() -> None:
     """A mean over tokens and one over sentences: no weight of a microbatch is right for both."""
-    torch.manual_seed(4)
     inputs = {**batch(), "next_sentence_label": torch.randint(2, (8,))}
     model = bert("PreTraining")
     with gapless.Pipeline(model, devices=2, microbatches=4) as pipe:
@@ -123,7 +121,6 @@ def test_two_losses_that_count_differently_are_refused() -> None:
 
 def test_a_batch_that_says_how_many_items_it_has_is_a_sum() -> None:
     """Hugging Face's own convention for accumulation: the loss of each part is its sum over all items."""
-    torch.manual_seed(4)
     model, inputs = llama(), batch()
     inputs["num_items_in_batch"] = torch.tensor(shifted(inputs))
     reference = copy.deepcopy(model)
@@ -150,7 +147,6 @@ class Own(nn.Module):
 
 
 def test_a_loss_that_can_not_be_read_is_asked_for_where_it_matters() -> None:
-    torch.manual_seed(4)
     inputs = (batch()["input_ids"], batch()["labels"])
     with gapless.Pipeline(Own(), devices=2, microbatches=4) as pipe:
         pipe.step((inputs[0], inputs[1].clamp(min=0)))

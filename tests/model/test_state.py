@@ -72,7 +72,6 @@ def plain(model: Any, x: Tensor, y: Tensor) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["none", "written only", "set once"])
 def test_what_is_only_read_or_written_or_set_once_does_no_harm(kind: str) -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     ours, theirs = Stateful(kind), Stateful(kind)
     theirs.load_state_dict(ours.state_dict())
@@ -223,7 +222,6 @@ def test_a_traced_model_that_remembers_is_refused_and_left_as_it_was(unit: Any, 
     ],
 )
 def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(unit: Any, called_before: bool) -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     models = With(unit, **HELD[unit]()), With(unit, **HELD[unit]())
     models[1].load_state_dict(models[0].state_dict())

@@ -82,7 +82,6 @@ def trained(name: str, pipe: gapless.Pipeline, reference: nn.Module, steps: int)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stranger_has_the_bits_of_its_own_loop(name: str) -> None:
-    torch.manual_seed(5)
     model = STRANGERS[name][0]()
     reference = copy.deepcopy(model)
     slow = name != QUICK
@@ -160,7 +159,6 @@ class Seeded(TorchFunctionMode):
 
 
 def test_dropout_draws_what_seed_of_says() -> None:
-    torch.manual_seed(5)
     model = gpt2(dropout=0.2, layers=1)
     reference, seeded = copy.deepcopy(model), Seeded()
     threads = torch.get_num_threads()

@@ -82,7 +82,6 @@ def test_each_has_its_own_shapes_and_the_plain_gradient(schedule: str, partition
 
 def test_torch_s_loss_counts_the_targets_of_each() -> None:
     """One microbatch without -100 came first, and all were weighed by samples."""
-    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     rows = [torch.randn(n, 4) for n in (2, 3)]
     targets = [torch.tensor([0, 1]), torch.tensor([2, -100, -100])]

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.schedule.recipes import RECIPES
 from gapless.stage.stage import Remat
-from tests.pipelines import Do, alive, assert_same, assert_same_gradients, mlp, schedule_named
+from tests.pipelines import Do, alive, assert_same, assert_same_gradients, mlp, resident, schedule_named
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
@@ -27,12 +26,6 @@ X, Y = torch.randn(8, 6), torch.randn(8, 6)
 def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
     asked: dict[str, Any] = {"devices": 2, "microbatches": 4, "loss": F.mse_loss, **options}
     return gapless.Pipeline(mlp() if model is None else model, **asked)
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

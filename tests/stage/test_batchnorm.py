@@ -72,7 +72,6 @@ def assert_exact(
 def test_buffers_and_gradients_are_those_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, batchnorm: str
 ) -> None:
-    torch.manual_seed(0)
     assert_exact(normed(), schedule=schedule, devices=devices, remat=remat, batchnorm=batchnorm)
 
 
@@ -81,7 +80,6 @@ def test_buffers_and_gradients_are_those_of_the_plain_loop(
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_every_kind_of_batch_norm_is_exact_when_deferred(remat: Any, momentum: float | None, affine: bool) -> None:
-    torch.manual_seed(0)
     model = normed(momentum=momentum, affine=affine)
     assert_exact(model, batchnorm="deferred", devices=2, schedule="zb-h1", remat=remat)
 
@@ -91,7 +89,6 @@ def test_every_kind_of_batch_norm_is_exact_when_deferred(remat: Any, momentum: f
 def test_deferred_statistics_are_those_of_one_update_with_the_whole_minibatch(
     microbatches: int, momentum: float | None
 ) -> None:
-    torch.manual_seed(0)
     norm = nn.BatchNorm2d(3, momentum=momentum).double()
     whole = copy.deepcopy(norm)
     model = nn.Sequential(norm, nn.Conv2d(3, 2, 1).double())
@@ -110,7 +107,6 @@ def test_deferred_statistics_are_those_of_one_update_with_the_whole_minibatch(
 
 
 def test_the_statistics_of_microbatches_are_torchs_own() -> None:
-    torch.manual_seed(0)
     norm = nn.BatchNorm1d(6)
     plain = copy.deepcopy(norm)
     x, y = batch(12)
@@ -123,14 +119,12 @@ def test_the_statistics_of_microbatches_are_torchs_own() -> None:
 
 
 def test_a_batch_norm_without_statistics_has_none_to_move() -> None:
-    torch.manual_seed(0)
     model = normed(track=False)
     assert_exact(model, batchnorm="deferred", devices=2, schedule="1f1b", remat="stage")
     assert not buffers_of(model)
 
 
 def test_a_batch_norm_in_eval_mode_keeps_its_statistics() -> None:
-    torch.manual_seed(0)
     model = normed()
     model[1].eval()
     before = buffers_of(model[1])
@@ -139,7 +133,6 @@ def test_a_batch_norm_in_eval_mode_keeps_its_statistics() -> None:
 
 
 def test_a_batch_norm_that_is_used_twice_moves_twice_for_a_minibatch() -> None:
-    torch.manual_seed(0)
     norm, linear = nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 6)
     model = nn.Sequential(Do(lambda norm, linear, x: norm(linear(norm(x) + 1)), norm, linear), nn.Linear(6, 6))
     assert_exact(copy.deepcopy(model), batchnorm="deferred", devices=2, schedule="1f1b", remat="stage")
@@ -150,7 +143,6 @@ def test_a_batch_norm_that_is_used_twice_moves_twice_for_a_minibatch() -> None:
 
 def test_a_forward_that_starts_again_counts_once() -> None:
     # The weight is deferred by F.linear and then used bare, so that the first forward learns of it too late.
-    torch.manual_seed(0)
 
     def forward(linear: nn.Linear, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(linear(x)) * linear.weight.sum()  # type: ignore[no-any-return]
@@ -161,7 +153,6 @@ def test_a_forward_that_starts_again_counts_once() -> None:
 
 
 def test_a_layer_that_changes_its_input_counts_once() -> None:
-    torch.manual_seed(0)
 
     def forward(norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x.clone()) + x.mul_(2)  # type: ignore[no-any-return]
@@ -171,7 +162,6 @@ def test_a_layer_that_changes_its_input_counts_once() -> None:
 
 
 def test_a_step_that_fails_leaves_no_trace_in_deferred_statistics() -> None:
-    torch.manual_seed(0)
     broken = [True]
 
     def maybe(x: Tensor) -> Tensor:

@@ -15,11 +15,6 @@ from tests.pipelines import Do, Own
 from tests.stage.exactness import assert_same_as_plain, mean_square
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(6, 12), (6, 5, 12), (6, 3, 4, 12), (6, 1, 12), (6, 0, 12)])
 def test_linear_of_every_dimension(shape: tuple[int, ...], bias: bool) -> None:

@@ -176,7 +176,6 @@ def text() -> tuple[Tensor, Tensor]:
     ids=["resnet", "unet", "gpt", "transformer"],
 )
 def test_a_model_learns_a_batch_by_heart(subject: Subject) -> None:
-    torch.manual_seed(0)
     model = subject.make()
     inputs, target = subject.batch()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []

@@ -19,7 +19,6 @@ def sentences(samples: int = 8) -> tuple[Any, Tensor]:
 
 
 def test_no_token_of_the_target_sees_a_later_one() -> None:
-    torch.manual_seed(0)
     model = transformer(vocab=13, width=16, depth=2, heads=2, context=8).eval()
     (source, target), _ = sentences(2)
     other = target.clone()
@@ -29,7 +28,6 @@ def test_no_token_of_the_target_sees_a_later_one() -> None:
 
 
 def test_padding_of_the_source_is_not_seen() -> None:
-    torch.manual_seed(0)
     model = transformer(vocab=13, width=16, depth=2, heads=2, context=8).eval()
     source, target = torch.randint(1, 13, (2, 5)), torch.randint(1, 13, (2, 4))
     padded = torch.cat([source, torch.zeros(2, 2, dtype=torch.long)], 1)
@@ -70,7 +68,6 @@ def cured() -> Any:
 
 
 def test_two_cures_for_depth() -> None:
-    torch.manual_seed(0)
     model = cured()
     torch.manual_seed(0)
     plain = transformer(vocab=13, width=8, depth=2, heads=2, context=8, hidden=12, head_size=6, one_vocabulary=True)

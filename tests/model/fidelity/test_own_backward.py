@@ -78,7 +78,6 @@ def both_kinds(model: Model, x: Tensor) -> Any:
 )
 def test_a_traced_model_keeps_a_backward_of_its_own(options: dict[str, Any]) -> None:
     """It was refused; without a word autograd would have differentiated the forward."""
-    torch.manual_seed(1)
     model = Model(both_kinds)
     plain, x, y = copy.deepcopy(model), torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     asked: dict[str, Any] = {"devices": 2, "microbatches": 3, "loss": F.mse_loss, "intra_op_threads": 1, **options}

@@ -138,7 +138,6 @@ def double() -> Iterator[None]:
 )
 def test_modes_and_settings_are_those_of_the_users_loop(middle: Any, contexts: list[Context]) -> None:
     """A trace let gradients through inference mode, and told a model that autocast was off."""
-    torch.manual_seed(1)
     model = Three(middle)
     plain = copy.deepcopy(model)
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)

@@ -311,7 +311,6 @@ doubled.register_autograd(lambda _, grad: grad * 3)  # its own, so that another 
 
 def test_an_operator_keeps_its_own_backward() -> None:
     """It was refused as an autograd.Function is, though the graph has the operator and so its backward."""
-    torch.manual_seed(3)
     assert_exact(
         Do(lambda a, b, x: b(doubled(a(x))), nn.Linear(4, 4), nn.Linear(4, 4)),
         [(torch.randn(6, 4), torch.randn(6, 4))],

@@ -144,7 +144,6 @@ MODES = ((True, True), (False, False), (False, True))
 def test_a_transformer_is_traced_once_unless_it_drops_something_in_training(
     make: Callable[[], nn.Module], expected: int
 ) -> None:
-    torch.manual_seed(0)
     model = make()
     parts = [tokens(2, 5), tokens(1, 5)]
     assert traces_of(model, parts, MODES) == expected
@@ -186,14 +185,12 @@ def test_a_transformer_is_traced_once_unless_it_drops_something_in_training(
 def test_what_a_model_does_otherwise_in_a_mode_or_for_a_size_is_traced_again(
     do: Callable[[Any, Tensor], Tensor], expected: int, sizes: int
 ) -> None:
-    torch.manual_seed(0)
     parts = [numbers(3, 4), numbers(1, 4), numbers(3, 5)][:sizes]
     assert traces_of(Own(do), parts, ((True, True), (False, True))) == expected
 
 
 def test_many_sizes_of_a_kind_get_a_trace_of_their_own() -> None:
     """It holds for all of them, and a look at each would take longer."""
-    torch.manual_seed(0)
     parts = [numbers(2, length) for length in range(2, 9)]
     assert traces_of(Own(lambda model, x: x.relu()), parts, ((True, True), (False, False))) == 2
 
@@ -204,7 +201,6 @@ class Asking(Own):
 
 
 def test_a_batch_that_is_asked_for_its_padding_gets_the_trace_of_its_answer() -> None:
-    torch.manual_seed(0)
     whole, padded = numbers(2, 5), numbers(2, 5)
     padded[0, 3:] = 0
     parts, modes = [whole, padded, whole], ((True, True), (False, False))
@@ -213,7 +209,6 @@ def test_a_batch_that_is_asked_for_its_padding_gets_the_trace_of_its_answer() ->
 
 @pytest.mark.slow
 def test_so_does_one_of_a_llama() -> None:
-    torch.manual_seed(0)
     whole, padded = tokens(2, 5), tokens(2, 5)
     padded["attention_mask"][0, 3:] = 0
     assert traces_of(llama(), [whole, padded, whole], ((True, True), (False, False))) == 2

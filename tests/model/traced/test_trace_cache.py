@@ -196,7 +196,6 @@ def _assert_followed(
 @pytest.mark.parametrize(("edit", "schedule"), zip(EDITS, ["1f1b", "zb-h1"] * 10, strict=True))
 def test_an_edited_sequence_is_followed(edit: str, schedule: str) -> None:
     """What a stage has learnt of its layers when it was made was kept for ever."""
-    torch.manual_seed(0)
     _assert_followed(nn.Sequential(*_layers()), EDITS[edit], schedule=schedule)
 
 
@@ -212,7 +211,6 @@ IN_TURN = (
 @pytest.mark.parametrize("edits", IN_TURN, ids="-".join)
 def test_an_edited_module_is_traced_again_for_every_edit(edits: tuple[str, ...]) -> None:
     """A trace was kept for ever, whatever became of the model."""
-    torch.manual_seed(0)
     _assert_followed(Net(*_layers()), *(EDITS[edit] for edit in edits), schedule="zb-h1")
 
 
@@ -222,14 +220,12 @@ def test_every_edit_has_its_turn() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Net])
 def test_another_dtype_after_a_step_is_followed(kind: Any) -> None:
-    torch.manual_seed(0)
     _assert_followed(kind(*_layers()), _in_double, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 def test_edits_are_followed_under_remat(remat: str) -> None:
     """Which buffers change is learnt in the first run: a norm that comes later has to be learnt too."""
-    torch.manual_seed(0)
     _assert_followed(nn.Sequential(*_layers()), _replace_by_norm, _tie, _append, remat=remat)
     if remat == "layer":
         _assert_followed(Net(*_layers()), _replace_by_norm, _hook, remat=remat)
@@ -239,7 +235,6 @@ def test_edits_are_followed_under_remat(remat: str) -> None:
 @pytest.mark.parametrize("edit", ["rate", "layer"])
 def test_a_dropout_raised_from_zero_draws_from_its_seeds(traced: bool, edit: str) -> None:
     """It was known not to draw: it drew from the generator of all threads, or in a trace not at all."""
-    torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)]
     model = Net(*layers) if traced else nn.Sequential(*layers)
     plain = copy.deepcopy(model)
@@ -285,7 +280,6 @@ def _constant(model: Any) -> None:
 
 
 def test_what_a_forward_reads_of_its_modules_is_read_again_when_it_changes() -> None:
-    torch.manual_seed(0)
     _assert_followed(Net(*_two()), _scale, _setting, _item, _constant)
 
 
@@ -312,7 +306,6 @@ class Configured(nn.Module):
 
 
 def test_settings_in_an_object_and_tensors_of_its_own_are_noticed() -> None:
-    torch.manual_seed(0)
 
     def square(model: Any) -> None:
         model.config.square = True
@@ -341,7 +334,6 @@ class Inherited(Net):
 def test_what_a_class_has_is_noticed_when_an_instance_gets_its_own_and_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch.manual_seed(0)
 
     def factor(model: Any) -> None:
         model.factor = 0.5
@@ -356,7 +348,6 @@ def test_what_a_class_has_is_noticed_when_an_instance_gets_its_own_and_when_it_c
 
 
 def test_a_forward_put_into_torchs_own_class_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     forward = nn.Linear.forward
 
     def patch(model: nn.Module) -> None:
@@ -368,7 +359,6 @@ def test_a_forward_put_into_torchs_own_class_later_is_called(monkeypatch: pytest
 
 
 def test_a_layer_that_is_there_several_times_stays_where_it_is() -> None:
-    torch.manual_seed(0)
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), shared)
     _assert_followed(model, _freeze_third, _append_shared, partition=[1, 3])
@@ -398,7 +388,6 @@ def test_what_was_removed_from_a_traced_model_is_let_go() -> None:
 
 def test_what_no_forward_reads_and_what_it_only_writes_is_no_edit() -> None:
     """A trace takes seconds: it is made anew only for what it depends on, and used again when an edit is taken back."""
-    torch.manual_seed(0)
     model = Configured()
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
@@ -417,7 +406,6 @@ def test_what_no_forward_reads_and_what_it_only_writes_is_no_edit() -> None:
 
 
 def test_a_list_of_layers_is_followed_too() -> None:
-    torch.manual_seed(0)
     layers: list[Any] = [*_layers(), torch.tanh]
     plain = copy.deepcopy(layers)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -435,7 +423,6 @@ def test_a_list_of_layers_is_followed_too() -> None:
 
 
 def test_layers_by_hand_are_followed_too() -> None:
-    torch.manual_seed(0)
     model = Net(*_layers())
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -463,7 +450,6 @@ class Penalised(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Net])
 def test_an_edited_loss_is_followed(kind: Any) -> None:
-    torch.manual_seed(0)
     model, loss = kind(*_layers()), Penalised()
     plain, plain_loss = copy.deepcopy((model, loss))
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -488,7 +474,6 @@ def _strict(out: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [nn.Sequential, Net])
 def test_edits_after_a_failed_step_are_followed(kind: Any) -> None:
     """What catches the gradients of shared parameters was left behind by a step that had failed."""
-    torch.manual_seed(0)
     model = kind(*_layers())
     _tie(model)
     plain = copy.deepcopy(model)
@@ -507,7 +492,6 @@ def test_edits_after_a_failed_step_are_followed(kind: Any) -> None:
 
 
 def test_an_edit_that_can_not_be_traced_is_refused_until_it_is_taken_back() -> None:
-    torch.manual_seed(0)
     model = Net(*_layers())
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -524,7 +508,6 @@ def test_an_edit_that_can_not_be_traced_is_refused_until_it_is_taken_back() -> N
 
 def test_a_sequence_that_gets_a_hook_of_its_own_is_refused_until_it_is_gone() -> None:
     """The pipeline calls its layers and not itself, so the hook would be ignored."""
-    torch.manual_seed(0)
     model = nn.Sequential(*_layers())
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -567,7 +550,6 @@ def test_a_sequence_with_fewer_layers_than_stages_is_refused_until_it_grows() ->
 
 
 def test_a_parametrization_that_is_removed_again_is_followed() -> None:
-    torch.manual_seed(0)
 
     def remove(model: nn.Module) -> None:
         parametrize.remove_parametrizations(_of(model)[2], "weight")

@@ -73,7 +73,6 @@ def test_every_schedule(schedule: str, remat: Any) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.filterwarnings("error:stage")
 def test_layers_that_need_no_watching(schedule: str, remat: Any) -> None:
-    torch.manual_seed(0)
     layers = [each for _ in range(6) for each in (nn.Linear(16, 16), nn.Tanh())]
     batches = [(torch.randn(11, 16, device="cuda"), torch.randn(11, 16, device="cuda")) for _ in range(STEPS)]
     options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 5, "schedule": schedule, "remat": remat}
@@ -82,7 +81,6 @@ def test_layers_that_need_no_watching(schedule: str, remat: Any) -> None:
 
 @pytest.mark.filterwarnings("error:stage")
 def test_gradients_and_inputs_that_are_one_number_spread() -> None:
-    torch.manual_seed(0)
     layers = [nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
     batches = [(torch.randn(8, 1, device="cuda").expand(8, 16), torch.zeros(8, device="cuda")) for _ in range(STEPS)]
     model = nn.Sequential(*layers).cuda()
@@ -138,7 +136,6 @@ class Counts(nn.Module):
     ids=lambda value: type(value).__name__,
 )
 def test_what_can_not_be_captured_runs_eagerly_and_is_named(layer: nn.Module, reason: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), layer, nn.Linear(16, 16)).cuda()
     batches = [(torch.randn(8, 16, device="cuda"), torch.randn(8, 16, device="cuda")) for _ in range(STEPS)]
     with pytest.warns(UserWarning, match=f"stage 1 runs without CUDA graphs: .*{reason}"):

@@ -51,7 +51,6 @@ def assert_exact(model: nn.Sequential, reference: nn.Sequential, **options: Any)
     ("schedule", "remat"), [("gpipe", "none"), ("1f1b", "layer"), ("zb-h1", "stage"), ("zb-v", "layer")]
 )
 def test_a_moving_average_moves_once_for_each_microbatch(schedule: str, remat: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(Average() for _ in range(4)))
     reference = copy.deepcopy(model)
     assert_exact(model, reference, schedule=schedule, remat=remat)
@@ -60,14 +59,12 @@ def test_a_moving_average_moves_once_for_each_microbatch(schedule: str, remat: s
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 def test_a_spectral_norm_is_repeated_from_the_vectors_it_started_from(remat: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(spectral_norm(nn.Linear(6, 6)) for _ in range(4)))
     reference = copy.deepcopy(model)
     assert_exact(model, reference, schedule="1f1b", remat=remat)
 
 
 def test_a_batch_norm_in_a_compiled_layer_counts_once() -> None:
-    torch.manual_seed(0)
 
     def compiled(model: nn.Sequential) -> Any:
         layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
@@ -154,7 +151,6 @@ def test_a_buffer_that_a_recompute_changes_too_late_is_refused(remat: Any) -> No
 @pytest.mark.parametrize("remat", ["none", "stage"])
 def test_a_weight_that_a_forward_changes_may_not_be_computed_with_again(remat: Any) -> None:
     """An embedding with max_norm shrinks what it reads, and then sometimes once more by a bit."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 6, max_norm=1.0), nn.Linear(6, 6))
     reference, x, y = copy.deepcopy(model), torch.randint(10, (16,)), torch.randn(16, 6)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, remat=remat, intra_op_threads=1) as pipe:

@@ -233,7 +233,6 @@ class Both(Learner):
 
 def test_what_begins_to_change_in_a_forward_that_starts_again_is_refused() -> None:
     # It has changed twice by then, and nobody knows what it was.
-    torch.manual_seed(5)
     stage = Stage([Both(gradient_inside, 5)], first_layer=0, split=True)
     x = torch.randn(2, 6, requires_grad=True)
     for number in range(5):

@@ -80,7 +80,6 @@ def test_so_is_a_layer_that_reads_it_from_a_list() -> None:
 
 def test_what_is_stored_and_read_in_one_place_is_exact() -> None:
     """The loss and the layer are in the same stage, so it is the microbatch's own."""
-    torch.manual_seed(0)
     kept = Keeps()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), kept)
     plain = copy.deepcopy(model)

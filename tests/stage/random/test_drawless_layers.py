@@ -80,7 +80,6 @@ def added(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("draw", [torch.bernoulli, torch.rand_like, F.dropout, scripted_noise, seeds_itself])
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_a_layer_that_begins_to_draw(draw: Any, remat: Any) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(Late(lambda x: x), Late(added(draw)), nn.Linear(4, 4), Late(lambda x: x))
     training(model, begins, remat=remat)
 
@@ -96,7 +95,6 @@ def test_a_dropout_that_gets_a_probability_and_a_hook_that_draws() -> None:
 
 
 def test_a_batch_norm_that_begins_to_count() -> None:
-    torch.manual_seed(0)
     norm, x = nn.BatchNorm1d(4).eval(), torch.randn(6, 4)
     normed = Own(lambda normed, x: normed.norm(x), norm=norm)
     model = nn.Sequential(nn.Linear(4, 4), normed, nn.Linear(4, 4))
@@ -115,7 +113,6 @@ def own_norm() -> nn.Module:
 
 
 def test_a_batch_norm_of_the_users_own_goes_on_to_be_deferred() -> None:
-    torch.manual_seed(0)
     own, x = own_norm(), torch.randn(12, 4)
     torchs = nn.BatchNorm1d(4, affine=False)
     for norm in (own, torchs):
@@ -181,7 +178,6 @@ class BesidesALoader(nn.Module):
 
 
 def test_a_loader_draws_what_it_would_draw_without_a_stream() -> None:
-    torch.manual_seed(0)
     layer, x = BesidesALoader(), torch.randn(6, 4)
     model, state = nn.Sequential(nn.Linear(4, 4), layer), torch.get_rng_state()
     with (

@@ -80,7 +80,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_random_call_draws_what_the_plain_loop_draws(name: str) -> None:
-    torch.manual_seed(0)
     layers = [nn.Linear(8, 8), noisy(FUNCTIONS[name]), nn.Dropout(0.2), noisy(FUNCTIONS[name])]
     assert_same_as_plain(layers, torch.randn(6, 8), cuts=(2,), modes=((False, "none"), (True, "layer")))
 
@@ -124,7 +123,6 @@ def test_multihead_attention(packed: bool, need_weights: bool, batch_first: bool
 
 
 def test_attention_across_and_transformer_layers() -> None:
-    torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
     decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
 
@@ -135,13 +133,11 @@ def test_attention_across_and_transformer_layers() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_with_dropout(kind: Any) -> None:
-    torch.manual_seed(0)
     first = Do(lambda part, x: part(x)[0], kind(8, 8, num_layers=2, dropout=0.4, batch_first=True))
     assert_same_as_plain([nn.Linear(8, 8), first, nn.Linear(8, 8)], torch.randn(6, 5, 8), cuts=(1,))
 
 
 def test_threads_that_draw_at_once_disturb_nothing() -> None:
-    torch.manual_seed(0)
     layers = [noisy(FUNCTIONS["randn"]), noisy(FUNCTIONS["dropout"]), noisy(FUNCTIONS["attention"])]
     x = torch.randn(12, 8)
     expected = plain_step(layers, x, loss=mean_square, microbatches=4).losses

@@ -133,7 +133,6 @@ def test_random_compiled_models_give_the_bits_of_the_plain_loop(seed: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_inductors_parts_give_the_bits_of_its_whole_backward(autocast: bool) -> None:
-    torch.manual_seed(0)
     model = [Block(0.1), Twice(), Convolution(), Block()]
     plain = compiled(copy.deepcopy(model), "inductor", dynamic=False)
     options: dict[str, Any] = {"devices": 2, "schedule": schedule_named("apart", 2, 4), "compile": {"dynamic": False}}
@@ -143,7 +142,6 @@ def test_inductors_parts_give_the_bits_of_its_whole_backward(autocast: bool) -> 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_products_of_weight_gradients_run_in_w(backend: str) -> None:
-    torch.manual_seed(0)
     stage = Stage([cut(compiled([Block()], backend)[0])], first_layer=0, split=True)
     for microbatch in range(2):
         out = stage.forward(microbatch, torch.randn(4, WIDTH, requires_grad=True), step=0)
@@ -166,7 +164,6 @@ class Products(TorchDispatchMode):
 
 def test_gradients_that_wait_in_some_microbatches_are_added_in_their_order() -> None:
     """Of microbatches of 2, 1, 1 and 1 samples only the first one's can wait."""
-    torch.manual_seed(0)
     model = [OneSample(), OneSample()]
     plain = compiled(copy.deepcopy(model), dynamic=False)
     layers = compiled(model, dynamic=False)
@@ -174,7 +171,6 @@ def test_gradients_that_wait_in_some_microbatches_are_added_in_their_order() -> 
 
 
 def test_a_weight_that_an_eager_layer_uses_too_does_not_wait_and_the_pipeline_says_so() -> None:
-    torch.manual_seed(0)
     block = Block()
     model: list[nn.Module] = [block, nn.Linear(WIDTH, WIDTH), Block(), _Uses(block.up.weight)]
     reference = copy.deepcopy(model)
@@ -198,7 +194,6 @@ class _Uses(nn.Module):
 
 
 def test_a_layer_that_is_compiled_in_parts_or_in_place_runs_whole_and_the_pipeline_says_so() -> None:
-    torch.manual_seed(0)
     model = [Block(), Block(), Block()]
     reference = copy.deepcopy(model)
 
@@ -211,7 +206,6 @@ def test_a_layer_that_is_compiled_in_parts_or_in_place_runs_whole_and_the_pipeli
 
 
 def test_hooks_of_a_compiled_layer_and_of_its_weights_are_called() -> None:
-    torch.manual_seed(0)
     model = [Block(), Block(), Block()]
     reference = copy.deepcopy(model)
     seen: dict[str, list[Tensor]] = {"ours": [], "theirs": []}

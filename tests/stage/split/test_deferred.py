@@ -246,7 +246,6 @@ def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
 @pytest.mark.parametrize("whole", [torch.float64, torch.float32])
 def test_what_autocast_leaves_in_double_precision_stays_so_where_weights_wait(whole: torch.dtype) -> None:
     # The input was cast down and met a weight in float64: "mat1 and mat2 must have the same dtype".
-    torch.manual_seed(3)
     layers = [nn.Linear(4, 4), nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4)), nn.Linear(4, 4)]
     layers = [layer.to(whole) for layer in layers]
     assert_same_as_plain(
@@ -259,7 +258,6 @@ def test_what_autocast_leaves_in_double_precision_stays_so_where_weights_wait(wh
 @pytest.mark.parametrize("wanted", [torch.float32, None])
 def test_gradients_that_wait_have_the_dtype_that_the_parameter_asks_for(wanted: Any, twice: bool) -> None:
     # "assigned grad has data of a different type", where autograd itself casts them.
-    torch.manual_seed(3)
     first = nn.Linear(4, 4, dtype=torch.bfloat16)
     layers = [first, nn.Linear(4, 4, dtype=torch.bfloat16), first if twice else nn.ReLU()]
     for layer in layers:

@@ -29,7 +29,7 @@ from gapless.errors import ConfigError, PartitionError, TransportError
 from gapless.run.ranks.timing import stragglers
 from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.ring import pairs
-from tests.pipelines import Do, alive, schedule_named
+from tests.pipelines import Do, alive, resident, schedule_named
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch
 from tests.run.test_failures import BoomError, Fragile, model_of
@@ -643,10 +643,6 @@ def test_under_torchrun_survivors_name_the_one_that_was_killed(tmp_path: Path) -
 
 
 # -- for long ----------------------------------------------------------------------------------------------------------
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def keeps_on(steps: str, microbatches: str) -> None:
