@@ -19,6 +19,8 @@ from gapless.errors import ConfigError, PartitionError
 from gapless.pipeline.edits import followed
 from tests.model.by_hand import assert_same_bits, in_order, loop, same
 
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+
 
 class Net(nn.Module):
     """The same layers in a module that is traced."""
@@ -163,7 +165,7 @@ def _assert_followed(
 ) -> None:
     """One step, and one after each edit, leave what the plain loop leaves with the same edits."""
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    x, y = X, Y
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, **options) as pipe:
         for number, edit in enumerate((None, *edits)):
             if edit is not None:
@@ -238,16 +240,15 @@ def test_a_dropout_raised_from_zero_draws_from_its_seeds(traced: bool, edit: str
     layers = [nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)]
     model = Net(*layers) if traced else nn.Sequential(*layers)
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, seed=5) as pipe:
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
         for each in (model, plain):
             if edit == "rate":
                 for layer in (_of(each)[1], _of(each)[3]):
                     layer.p = 0.5
             else:
                 _of(each)[1], _of(each)[3] = nn.Dropout(0.5), nn.Dropout(0.5)
-        ours = pipe.step(x, y)
+        ours = pipe.step(X, Y)
     microbatch = 0
     for number, place in enumerate((1, 3)):  # in a trace the n-th draw counts, in a sequence the layer
 
@@ -255,7 +256,7 @@ def test_a_dropout_raised_from_zero_draws_from_its_seeds(traced: bool, edit: str
             torch.manual_seed(gapless.seed_of(5, 1, microbatch, number))
 
         _of(plain)[place].register_forward_pre_hook(seeded)
-    for part, goal, loss in zip(x.tensor_split(4), y.tensor_split(4), ours.losses, strict=True):
+    for part, goal, loss in zip(X.tensor_split(4), Y.tensor_split(4), ours.losses, strict=True):
         value = F.mse_loss(plain(part), goal)
         (value * 0.25).backward()
         assert torch.equal(loss, value)
@@ -376,12 +377,11 @@ def _append_shared(model: Any) -> None:
 
 def test_what_was_removed_from_a_traced_model_is_let_go() -> None:
     model = Net(*_layers())
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        pipe.step(x, y)
+        pipe.step(X, Y)
         gone = weakref.ref(model.layers[4])
         _replace(model)
-        pipe.step(x, y)
+        pipe.step(X, Y)
         gc.collect()
         assert gone() is None
 
@@ -389,33 +389,31 @@ def test_what_was_removed_from_a_traced_model_is_let_go() -> None:
 def test_what_no_forward_reads_and_what_it_only_writes_is_no_edit() -> None:
     """A trace takes seconds: it is made anew only for what it depends on, and used again when an edit is taken back."""
     model = Configured()
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
         captured: Any = pipe._staged.model
         for epoch in range(3):
             model.epoch = epoch
-            pipe.step(x, y)
-            pipe.evaluate(x)
+            pipe.step(X, Y)
+            pipe.evaluate(X)
         assert captured.num_traces == 2
         for _ in range(3):
             model.linear.requires_grad_(False)
-            pipe.step(x, y)
+            pipe.step(X, Y)
             model.linear.requires_grad_(True)
-            pipe.step(x, y)
+            pipe.step(X, Y)
         assert captured.num_traces == 3
 
 
 def test_a_list_of_layers_is_followed_too() -> None:
     layers: list[Any] = [*_layers(), torch.tanh]
     plain = copy.deepcopy(layers)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        pipe.step(x, y)
-        loop(in_order(plain), x, y)
+        pipe.step(X, Y)
+        loop(in_order(plain), X, Y)
         for each in (layers, plain):
             each.append(_new())
             each[3] = torch.sigmoid
-        assert same(pipe.step(x, y).loss, loop(in_order(plain), x, y))
+        assert same(pipe.step(X, Y).loss, loop(in_order(plain), X, Y))
         assert "7.weight" in dict(pipe.named_parameters())
     for ours, theirs in zip(layers, plain, strict=True):
         if isinstance(ours, nn.Module):
@@ -425,15 +423,14 @@ def test_a_list_of_layers_is_followed_too() -> None:
 def test_layers_by_hand_are_followed_too() -> None:
     model = Net(*_layers())
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     layers = [*model.layers]
     with gapless.Pipeline(model, layers=layers, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        assert same(pipe.step(x, y).loss, loop(in_order([*plain.layers]), x, y))
+        assert same(pipe.step(X, Y).loss, loop(in_order([*plain.layers]), X, Y))
         for each in (model, plain):
             _tie(each)
             each.layers.append(_new())
         layers.append(model.layers[-1])
-        assert same(pipe.step(x, y).loss, loop(in_order([*plain.layers]), x, y))
+        assert same(pipe.step(X, Y).loss, loop(in_order([*plain.layers]), X, Y))
     assert_same_bits(model, plain)
 
 
@@ -452,14 +449,13 @@ class Penalised(nn.Module):
 def test_an_edited_loss_is_followed(kind: Any) -> None:
     model, loss = kind(*_layers()), Penalised()
     plain, plain_loss = copy.deepcopy((model, loss))
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=loss, schedule="zb-h1") as pipe:
         for edited in (False, True):
             if edited:
                 loss.scale, plain_loss.scale = _new(), _new()
                 loss.scale.weight, plain_loss.scale.weight = _of(model)[0].weight, _of(plain)[0].weight
-            pipe.step(x, y)
-            for part, goal in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            pipe.step(X, Y)
+            for part, goal in zip(X.tensor_split(4), Y.tensor_split(4), strict=True):
                 (plain_loss(plain(part), goal) * 0.25).backward()
             assert_same_bits(model, plain)
             assert_same_bits(loss, plain_loss)
@@ -477,16 +473,15 @@ def test_edits_after_a_failed_step_are_followed(kind: Any) -> None:
     model = kind(*_layers())
     _tie(model)
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=_strict) as pipe:
         with pytest.raises(TypeError):
-            pipe.step(x, y.long())
+            pipe.step(X, Y.long())
         pipe.zero_grad()
         for each in (model, plain):
             _of(each)[5].weight = nn.Parameter(_of(each)[5].weight.detach().clone())
             _of(each)[2].weight = _of(each)[0].weight
         model.load_state_dict(plain.state_dict())
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert same(ours.grad, theirs.grad)
 
@@ -494,15 +489,14 @@ def test_edits_after_a_failed_step_are_followed(kind: Any) -> None:
 def test_an_edit_that_can_not_be_traced_is_refused_until_it_is_taken_back() -> None:
     model = Net(*_layers())
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
         handle = model.layers[2].register_full_backward_hook(lambda *_: None)
         for _ in range(2):
             with pytest.raises(PartitionError, match="a backward hook of a module"):
-                pipe.step(x, y)
+                pipe.step(X, Y)
         handle.remove()
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
     assert_same_bits(model, plain)
 
 
@@ -510,42 +504,39 @@ def test_a_sequence_that_gets_a_hook_of_its_own_is_refused_until_it_is_gone() ->
     """The pipeline calls its layers and not itself, so the hook would be ignored."""
     model = nn.Sequential(*_layers())
     plain = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
         handle = model.register_forward_hook(_half)
         for _ in range(2):
             with pytest.raises(
                 ConfigError, match="was a sequence when the pipeline was made, but has hooks of its own now"
             ):
-                pipe.step(x, y)
+                pipe.step(X, Y)
         handle.remove()
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
     assert_same_bits(model, plain)
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Net])
 def test_a_model_that_is_compiled_in_place_later_is_refused_as_one_that_was_before(kind: Any) -> None:
     model = kind(*_layers())
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        pipe.step(x, y)
+        pipe.step(X, Y)
         model.compile()
         with pytest.raises(ConfigError, match="was compiled as a whole"):
-            pipe.step(x, y)
+            pipe.step(X, Y)
 
 
 def test_a_sequence_with_fewer_layers_than_stages_is_refused_until_it_grows() -> None:
     model = nn.Sequential(*_layers())
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=6, microbatches=4, loss=F.mse_loss) as pipe:
-        pipe.step(x, y)
+        pipe.step(X, Y)
         del model[3]
         with pytest.raises(PartitionError, match="5 layers"):
-            pipe.step(x, y)
+            pipe.step(X, Y)
         model.append(_new())
         model.zero_grad()
         plain = copy.deepcopy(model)
-        assert same(pipe.step(x, y).loss, loop(plain, x, y))
+        assert same(pipe.step(X, Y).loss, loop(plain, X, Y))
     assert_same_bits(model, plain)
 
 
