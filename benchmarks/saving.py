@@ -83,23 +83,18 @@ def run(
         size = checkpoints.saved[-1].size
         progress("")
     stalls = quotients(added, step)
-    return {
-        "weights": sum(each.nbytes for each in model.parameters()),
-        "size": size,
-        "step": median(step),
-        "call": median(call),
-        "added": median(added),
-        "stall": median(stalls),
-        "stalls": stalls,
-    }
+    times = {"step": median(step), "call": median(call), "added": median(added)}
+    weights = sum(each.nbytes for each in model.parameters())
+    return {"weights": weights, "size": size, **times, "stall": median(stalls), "stalls": stalls}
 
 
 def told(found: Found) -> Told:
     """The times, and the stall as a share of a step."""
+    weights, size = (cell(found[key], "MiB.0") for key in ("weights", "size"))
     title = (
-        f"a GPT of {cell(found['weights'], 'MiB.0')} on {found['devices']} devices, {found['microbatches']} "
-        f"microbatches, checkpoints of {cell(found['size'], 'MiB.0')}; medians of {len(found['stalls'])} rounds"
+        f"a GPT of {weights} on {found['devices']} devices, {found['microbatches']} microbatches, checkpoints of {size}"
     )
+    title += f"; medians of {len(found['stalls'])} rounds"
     names = {"step": "step", "call": "call of save", "added": "added until the save has ended"}
     rows = [{"": name, "time": found[key]} for key, name in names.items()]
     stall, target, *spread = (cell(each, "+%") for each in (found["stall"], STALL, *sorted(found["stalls"])))

@@ -56,16 +56,10 @@ def run(
         if ranks.refused:
             raise AssertionError(ranks.refused)
         seconds = take_turns({str(made.found): lambda: ranks.step("replicas")}, rounds, progress)[str(made.found)]
-    measured = [each / measured_minibatches(made.found) for each in seconds]
-    return {
-        "plan": str(made.found),
-        "partition": list(made.found.partition),
-        "replicas": list(made.found.replicas),
-        "predicted": made.found.seconds,
-        "seconds": median(measured),
-        "ratio": median(measured) / made.found.seconds,
-        "rounds": measured,
-    }
+    measured, predicted = [each / measured_minibatches(made.found) for each in seconds], made.found.seconds
+    plan = {"plan": str(made.found), "partition": list(made.found.partition), "replicas": list(made.found.replicas)}
+    found = {"seconds": median(measured), "ratio": median(measured) / predicted, "rounds": measured}
+    return {**plan, "predicted": predicted, **found}
 
 
 class PlannedVgg(NamedTuple):
@@ -154,16 +148,12 @@ def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None
 
 def told(found: Found) -> Told:
     """The plan, and how long a minibatch was to take, and took."""
-    stages = enumerate(zip(found["partition"], found["replicas"], strict=True))
-    rows = [
-        {"stage": number, "layers": layers, "replicas": count, "each": f"every {count}." if count > 1 else "every one"}
-        for number, (layers, count) in stages
-    ]
+    rows = []
+    for number, (layers, count) in enumerate(zip(found["partition"], found["replicas"], strict=True)):
+        each = f"every {count}." if count > 1 else "every one"
+        rows.append({"stage": number, "layers": layers, "replicas": count, "each": each})
     off = [seconds / found["predicted"] - 1 for seconds in found["rounds"]]
-    title = (
-        f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of "
-        f"{len(found['rounds'])}"
-    )
+    title = f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of {len(off)}"
     seconds, predicted, more = cell(found["seconds"], "ms"), cell(found["predicted"], "ms"), cell(median(off), "%")
     verdict = f"a minibatch takes {seconds}, predicted {predicted}: {more} more"
     name = f"measured to predicted minibatch, {found['plan']}"

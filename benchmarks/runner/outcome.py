@@ -16,7 +16,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import benchmark_module
-from benchmarks.runner.rounds import write_whole
+from benchmarks.runner.parameters import command_of
+from benchmarks.runner.rounds import Progress, write_whole
 from benchmarks.runner.told import Figure, Table, Told
 from gapless._version import __version__
 from gapless.errors import ConfigError
@@ -53,14 +54,23 @@ class Outcome:
         write_whole(file, {"schema": SCHEMA, **asdict(self)})
 
 
-def outcome(name: str, command: str, found: Mapping[str, Any] | None, skipped: str = "") -> Outcome:
-    """Of what the benchmark's `run` returned, with its options; here and now."""
+def measured(name: str, given: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Options and findings of a benchmark together, as JSON has them."""
+    found: dict[str, Any] = {"benchmark": name, **given, **benchmark_module(name).run(**given, progress=progress)}
+    return found | {option: str(value) for option, value in given.items() if isinstance(value, Path)}
+
+
+def outcome(name: str, given: Mapping[str, Any], found: Mapping[str, Any] | None, skipped: str = "") -> Outcome:
+    """Of what was measured with these options, here and now; where files were written is not a part of it."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    made = Outcome(name, command_of(name, given), date, environment(), skipped=skipped)
     if found is None:
-        return Outcome(name, command, date, environment(), skipped=skipped)
-    told: Told = benchmark_module(name).told(found)
+        return made
+    files = {option: None for option, value in given.items() if isinstance(value, Path)}
+    plain = json.loads(json.dumps({**found, **files}))
+    told: Told = benchmark_module(name).told(plain)
     tables = [table for table in told.tables if table.in_docs]
-    return Outcome(name, command, date, environment(), told.figures, tables, told.text, found)
+    return replace(made, figures=told.figures, tables=tables, report=told.text, found=plain)
 
 
 def read(file: Path) -> Outcome:
