@@ -113,7 +113,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
         Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
     }
-    asked.add_values(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
+    asked.add_options(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
 
 
 def _count(text: str) -> int:

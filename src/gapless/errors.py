@@ -9,11 +9,11 @@ import typing
 _NOT_PLAIN = re.compile("[^ -~]")
 
 
-def printable(text: str, keep: str = "") -> str:
+def printable(text: object, keep: str = "") -> str:
     """The text without what a terminal acts on: escapes, other control characters and what turns the direction of
     writing are written out as Python does, `\\x1b` for one. A name from a file can't move the cursor, nor start a line.
     """
-    return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], text)
+    return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], str(text))
 
 
 def did_you_mean(word: str, known: collections.abc.Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """What the verb says."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{printable(str(folder))} is not a folder")
+        raise CheckpointError(f"{printable(folder)} is not a folder")
     verbs: dict[str, Callable[[Path, argparse.Namespace], int]] = {"list": _list, "verify": _verify, "export": _export}
     return verbs[arguments.verb](folder, arguments)
 
@@ -109,5 +109,5 @@ def _found(folder: Path) -> list[Saved]:
     if not found and (folder / "checkpoints").is_dir():  # where `gapless train` has them
         found = saved_in(folder / "checkpoints")
     if not found:
-        raise CheckpointError(f"{printable(str(folder))} has no checkpoints: name a checkpoint, or the folder of a run")
+        raise CheckpointError(f"{printable(folder)} has no checkpoints: name a checkpoint, or the folder of a run")
     return found

@@ -17,9 +17,8 @@ EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Which of them, and for what."""
-    parser.add_argument(
-        "--schedules", metavar="NAME,FILE", help="only these, by name or file (default: all but optimal)"
-    )
+    only = "only these, by name or file (default: all but optimal)"
+    asked.add_options(parser, ("--schedules", str, None, "NAME,FILE", only))
     options.add_all(parser)
 
 

@@ -28,7 +28,7 @@ _COLUMNS = {"parameters": "parameters", "gradients": "gradients", "optimizer_sta
 
 def add(parser: argparse.ArgumentParser) -> None:
     """What is said of the model."""
-    asked.add_values(
+    asked.add_options(
         parser.add_argument_group("a Hugging Face model, from its config alone"),
         ("--model", str, None, "NAME", "a folder with a config.json, or a model on the Hub, in place of PROFILE"),
         ("--length", int, None, "N", "tokens in a sample (default: 4096, or the model's longest)"),
