@@ -12,16 +12,15 @@ from typing import Annotated
 
 import torch
 
-from benchmarks.runner.parameters import Devices, Microbatches, Rounds, check_width
+from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.parameters import Devices, Microbatches, Rounds
 from benchmarks.runner.rounds import Progress, median, quotients, silent
 from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.checkpoint import Checkpoints
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
-from gapless.zoo.gpt import gpt, next_token_loss
 
 STALL = 0.05
-_VOCAB = 2048
 
 
 def run(
@@ -38,15 +37,13 @@ def run(
 ) -> Found:
     """Each round saves once, and takes as many steps without a save, before it or after it."""
     torch.manual_seed(0)
-    heads = max(width // 64, 1)
-    check_width(width, heads)
-    model = gpt(vocab=_VOCAB, width=width, depth=depth, heads=heads, context=length, dropout=0.1)
-    batch = torch.randint(_VOCAB, (samples * microbatches, length + 1))
+    model = small_gpt(width, depth, 2048, length, heads=max(width // 64, 1), dropout=0.1)
+    batch = model.batch(samples * microbatches)
     added, step, call = list[float](), list[float](), list[float]()
     with (
         intra_op_threads(1),
         tempfile.TemporaryDirectory(dir=folder) as place,
-        Pipeline(model, devices=devices, microbatches=microbatches, loss=next_token_loss) as pipe,
+        Pipeline(list(model.layers), devices=devices, microbatches=microbatches, loss=model.loss) as pipe,
         Checkpoints(Path(place, "run"), pipe, keep=1, best=0) as checkpoints,
     ):
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -54,7 +51,7 @@ def run(
         def steps(count: int) -> float:
             start = time.perf_counter()
             for _ in range(count):
-                pipe.step(batch[:, :-1], batch[:, 1:])
+                pipe.step(*batch)
                 optimizer.step()
                 optimizer.zero_grad()
             return time.perf_counter() - start
@@ -84,7 +81,7 @@ def run(
         progress("")
     stalls = quotients(added, step)
     times = {"step": median(step), "call": median(call), "added": median(added)}
-    weights = sum(each.nbytes for each in model.parameters())
+    weights = sum(each.nbytes for each in pipe.parameters())
     return {"weights": weights, "size": size, **times, "stall": median(stalls), "stalls": stalls}
 
 

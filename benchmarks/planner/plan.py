@@ -19,7 +19,7 @@ from benchmarks.planner import prediction, subjects
 from benchmarks.planner.apart import late
 from benchmarks.planner.subjects import Subject, emulated
 from benchmarks.runner.parameters import Between, Rounds, check_names
-from benchmarks.runner.rounds import Progress, finals, median, ratio, silent
+from benchmarks.runner.rounds import Progress, median, ratio, silent, take_turns
 from benchmarks.runner.told import Figure, Found, Table, Told, cell, tabulated
 from gapless.errors import PlanError
 from gapless.plan.cut.partition import equal_counts
@@ -109,12 +109,17 @@ def _quickest(
     rounds: int,
     progress: Progress,
 ) -> tuple[dict[str, Any], str]:
-    """The rounds of the finals, and the seconds of every plan; then the quickest of all."""
+    """All run twice; then the seeded ones and the quickest few run for longer. The rounds of these, the seconds of all,
+    and which is the quickest.
+    """
     with contextlib.ExitStack() as stack:
         contestants = {name: subject.contestant(stack, *made) for name, made in plans.items()}
-        first, last = finals(contestants, seeded, finalists, rounds, progress)
-    seconds = {name: median(values) for name, values in (first | last).items()}
-    return {"seconds": seconds, "rounds": last}, min(last, key=seconds.__getitem__)
+        first = take_turns(contestants, 2, progress)
+        quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
+        last = {name: contestants[name] for name in dict.fromkeys([*seeded, *quickest])}
+        taken = take_turns(last, rounds, progress, warmup=0)
+    seconds = {name: median(values) for name, values in (first | taken).items()}
+    return {"seconds": seconds, "rounds": taken}, min(taken, key=seconds.__getitem__)
 
 
 def _sized(profile: Profile) -> Profile:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
@@ -107,10 +106,25 @@ def measured_minibatches(found: Replication) -> int:
     return -(-_AT_LEAST // group) * group
 
 
-def stepping(made: PlannedVgg, pipe: Pipeline) -> Callable[[], Span]:
-    """Goes on with a stream until devices are busy, and then for a while, which is the span."""
-    inputs, target = torch.zeros(1, crossing(made), requires_grad=True), torch.zeros(1)
-    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat((inputs, target)))
+def crossing(made: PlannedVgg) -> int:
+    """Floats that cross from the first stage to the next."""
+    return made.profile.layers[made.found.partition[0] - 1].boundary // 4
+
+
+def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+    """What a rank runs: it goes on with a stream until devices are busy, and then for a while, which is the span. All
+    layers hand on what crosses between the first two stages.
+    """
+    torch.manual_seed(0)  # every rank makes the same weights
+    made = planned(contest.devices, contest.seconds)
+    layers, size = [], crossing(made)
+    for each in made.profile.layers:
+        times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
+        layers.append(Emulated(**times, size=size, weights=each.parameters // 4))
+    mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
+    pipe = Pipeline(layers, mesh=mesh, schedule=made.found, loss=contest.loss)
+    batch = torch.zeros(1, size, requires_grad=True), torch.zeros(1)
+    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat(batch))
 
     def run() -> Span:
         for _ in range(4 * max(made.found.replicas) + made.found.num_devices):
@@ -120,30 +134,7 @@ def stepping(made: PlannedVgg, pipe: Pipeline) -> Callable[[], Span]:
             next(results)
         return Span(start, time.perf_counter())
 
-    return run
-
-
-def crossing(made: PlannedVgg) -> int:
-    """Floats that cross from the first stage to the next."""
-    return made.profile.layers[made.found.partition[0] - 1].boundary // 4
-
-
-def model(made: PlannedVgg) -> nn.Sequential:
-    """All layers hand on what crosses between the first two stages."""
-    layers = []
-    for each in made.profile.layers:
-        times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
-        layers.append(Emulated(**times, size=crossing(made), weights=each.parameters // 4))
-    return nn.Sequential(*layers)
-
-
-def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
-    """What a rank runs: a call that trains for a while."""
-    torch.manual_seed(0)  # every rank makes the same weights
-    made = planned(contest.devices, contest.seconds)
-    mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
-    pipe = Pipeline(model(made), mesh=mesh, schedule=made.found, loss=contest.loss)
-    return pipe.schedule.text(), stepping(made, pipe)
+    return pipe.schedule.text(), run
 
 
 def told(found: Found) -> Told:

@@ -73,16 +73,6 @@ def timed(work: Callable[[], object], times: int = 1) -> Contestant:
     return run
 
 
-def finals(
-    contestants: Mapping[str, Contestant], seeded: Sequence[str], finalists: int, rounds: int, progress: Progress
-) -> tuple[Taken, Taken]:
-    """The seconds of all, which run twice; then those of the seeded ones and the quickest few, which run for longer."""
-    first = take_turns(contestants, 2, progress)
-    quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
-    last = {name: contestants[name] for name in dict.fromkeys([*seeded, *quickest])}
-    return first, take_turns(last, rounds, progress, warmup=0)
-
-
 def fight(
     ours: Contestant, other: str, theirs: Contestant, rounds: int, progress: Progress, *, warmup: int = 1
 ) -> dict[str, Any]:
