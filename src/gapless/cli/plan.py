@@ -175,23 +175,17 @@ def _profile(arguments: argparse.Namespace) -> Profile:
         profile = replace(profile, host=replace(given, bandwidth=given.bandwidth or known.bandwidth))
     if arguments.bandwidth is None and arguments.latency is None:
         return profile
-    bandwidth = _quantity(arguments, "bandwidth", units.BANDWIDTH)
-    link = Link("link", None, _quantity(arguments, "latency", units.LATENCY) or 0.0, bandwidth)
-    return replace(profile, links=(link,))
+    with asked.naming("--bandwidth"):
+        bandwidth = None if arguments.bandwidth is None else units.read(arguments.bandwidth, units.BANDWIDTH)
+    with asked.naming("--latency"):
+        latency = 0.0 if arguments.latency is None else units.read(arguments.latency, units.LATENCY)
+    return replace(profile, links=(Link("link", None, latency, bandwidth),))
 
 
 def _host(arguments: argparse.Namespace) -> Host:
     if arguments.offload == "none" and (arguments.host_bandwidth or arguments.host_memory):
         raise ConfigError("--host-bandwidth and --host-memory are for --offload: give that too")
     return read_host(arguments.host_bandwidth, arguments.host_memory, "--host-")
-
-
-def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity) -> float | None:
-    try:
-        given = getattr(arguments, name)
-        return None if given is None else units.read(given, quantity)
-    except ConfigError as error:
-        raise ConfigError(f"--{name} {error}") from None
 
 
 def _without_flush(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def add_options(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, st
         shown = ",".join(default) if isinstance(default, tuple) else default
         told = what if default is None else f"{what} (default {shown})"
         group.add_argument(*flags.split(), type=read, default=default, metavar=word, help=told)
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """A fault that is read in here is said of this option: `is 3, but ...` comes after its name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
 
 
 def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:

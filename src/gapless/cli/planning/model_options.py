@@ -60,10 +60,8 @@ def read_model(arguments: argparse.Namespace) -> Profile:
 
 
 def _flops(arguments: argparse.Namespace) -> float:
-    try:
+    with asked.naming("--flops"):
         return units.read(arguments.flops or _SPEED, units.FLOPS)
-    except ConfigError as error:
-        raise ConfigError(f"--flops {error}") from None
 
 
 def plan_model(
@@ -200,10 +198,8 @@ def speeds_of(given: str | None, count: int) -> list[Any] | None:
 def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any] | None:
     if given is None:
         return None
-    try:
+    with asked.naming(option):
         values = [read(word) for word in given.split(",")]
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from None
     if len(values) not in (1, count):
         raise ConfigError(f"{option} lists {units.show_count(len(values), 'device')}, but there are {count}")
     return values * count if len(values) == 1 else values
