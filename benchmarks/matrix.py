@@ -68,7 +68,6 @@ def run(
         else:
             kept.facts[name] = row
             kept.write()
-    progress("")
     rows = [{"cell": name, **kept.facts[name]} for name in cells if name in kept.facts]
     return {"rows": rows, "cells": len(cells), "skipped": skipped, "wrong": wrong}
 

@@ -78,7 +78,6 @@ def run(
             added.append(seconds - count * plain)
         checkpoints.wait()
         size = checkpoints.saved[-1].size
-        progress("")
     stalls = quotients(added, step)
     times = {"step": median(step), "call": median(call), "added": median(added)}
     weights = sum(each.nbytes for each in pipe.parameters())

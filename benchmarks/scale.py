@@ -49,10 +49,8 @@ def run(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 rows.append(process.submit(measure, schedule, devices, microbatches).result())
         except (GaplessError, BrokenProcessPool) as error:
-            progress("")
             why = str(error) if isinstance(error, GaplessError) else "its process has ended; out of memory?"
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
-    progress("")
     return {"rows": rows}
 
 

@@ -46,7 +46,6 @@ def run(
         for name, (block, shape) in blocks.items():
             x = torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape)
             rows.append(_row(name, block, x, times, rounds, progress))
-    progress("")
     return {"rows": rows}
 
 

@@ -88,7 +88,6 @@ def run(
                 losses = list(_finite(way(model, batches)))
                 row["runs"].append(_binned(losses, steps))
                 row["held_out"].append(_loss(model, held_out) if len(losses) == steps else None)
-    progress("")
     if staleness:
         rows["asp"]["delay"] = f"{statistics.fmean(staleness):.1f}"
     middles = [(start + end - 1) / 2 for start, end in _bounds(steps)]

@@ -67,7 +67,6 @@ def run(
         with pipeline(contest, schedule, timeline=True) as pipe:
             step = partial(_step, pipe, torch.optim.SGD(pipe.parameters(), lr=0.0), *batch(contest))
             rows.append(_row(f"emulated, {devices} devices", schedule, "none", step, rounds))
-    progress("")
     return {"rows": rows}
 
 

@@ -70,7 +70,6 @@ def run(
         sizes = {"model": line.model, "devices": line.devices, "microbatches": line.microbatches}
         theirs = dict(zip(_PUBLISHED, line.rates, strict=True))
         rows.append({**sizes, "rates": {name: _rate(line, name) for name in _NAMES}, "published": theirs})
-    progress("")
     return {"rows": rows}
 
 

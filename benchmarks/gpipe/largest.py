@@ -82,9 +82,7 @@ def run(
         else:
             subject = small_gpt(width=width, depth=layers, vocab=256, length=64, samples=1)
         rows += _measured(subject, 1 if gpu else devices, place, progress)
-    found = {"published": _published(models, progress) if predicted else [], "rows": rows}
-    progress("")
-    return found
+    return {"published": _published(models, progress) if predicted else [], "rows": rows}
 
 
 # -- the sizes of the paper --------------------------------------------------------------------------------------------

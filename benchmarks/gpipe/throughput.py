@@ -80,7 +80,6 @@ def run(
             for key, (by, (K, M)) in places.items():
                 row = {"model": name, "links": links, "by": by, "rounds": seconds[key]}
                 rows.append({**row, "devices": K, "microbatches": M})
-    progress("")
     return {"rows": rows}
 
 

@@ -87,7 +87,7 @@ def _all(words: list[str]) -> int:
     outcomes = suite.stored(folder)
     slower = None if before is None else outcome.slower(before, outcomes)
     if slower is not None:
-        terminal.say("\n  ".join([slower.verdict(f"{earlier}"), *map(str, slower.worse)]))
+        terminal.say("\n  ".join([slower.verdict(f"{earlier}"), *slower.worse]))
     if arguments.html:
         page = summary_page.render(outcomes, slower, quick=arguments.quick, missing=len(keys) - len(outcomes))
         Path(arguments.html).write_text(page, "utf-8")

@@ -118,22 +118,12 @@ def _processor() -> str:
 # -- what got slower since an earlier run ------------------------------------------------------------------------------
 
 
-class Slower(NamedTuple):
-    """One figure, before and now."""
-
-    part: str
-    before: Figure
-    now: Figure
-
-    def __str__(self) -> str:
-        was, now = (f"{each} ({each.between})" for each in (self.before, self.now))
-        return f"{self.part}, {self.now.name}: {now}, it was {was}"
-
-
 class Comparison(NamedTuple):
-    """What got slower, out of how many figures that were compared; and how many could not be, by the reason why."""
+    """What got slower, a line each, out of how many figures that were compared; and how many could not be, by the
+    reason why.
+    """
 
-    worse: Sequence[Slower]
+    worse: Sequence[str]
     compared: int
     apart: Mapping[str, int]
 
@@ -156,7 +146,7 @@ class Comparison(NamedTuple):
 
 def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Comparison:
     """By more than the rounds spread: their intervals do not overlap. Only what ran alike on the same processor."""
-    worse, compared, apart = list[Slower](), 0, Counter[str]()
+    worse, compared, apart = list[str](), 0, Counter[str]()
     for part, outcome in now.items():
         earlier = before.get(part)
         known = {figure.name: figure for figure in earlier.figures} if earlier else {}
@@ -164,9 +154,7 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
             was = known.get(figure.name)
             if earlier is None or earlier.skipped:
                 apart["the part was not run before"] += 1
-            elif any(
-                earlier.environment.get(name) != outcome.environment.get(name) for name in ("cpu", "cores", "gpu")
-            ):
+            elif any(earlier.environment.get(of) != outcome.environment.get(of) for of in ("cpu", "cores", "gpu")):
                 apart["it ran on another machine"] += 1
             elif earlier.command != outcome.command:
                 apart["it ran with other options"] += 1
@@ -175,7 +163,8 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
             else:
                 compared += 1
                 if _worse(was, figure):
-                    worse.append(Slower(part, was, figure))
+                    there, here = (f"{each} ({each.between})" for each in (was, figure))
+                    worse.append(f"{part}, {figure.name}: {here}, it was {there}")
     return Comparison(worse, compared, apart)
 
 
