@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,31 +48,27 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """What was planned, and the predicted and the measured time of a minibatch in the steady state."""
-    made = planned(devices, milliseconds / 1000)
-    contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing(made))
+    profile, made = planned(devices, milliseconds / 1000)
+    crossing = profile.layers[made.partition[0] - 1].boundary // 4  # floats, from the first stage to the next
+    contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing)
     progress(f"starting {devices} ranks")
     with Peer(contest, ["replicas"], "replicas") as ranks:
         if ranks.refused:
             raise AssertionError(ranks.refused)
-        seconds = take_turns({str(made.found): lambda: ranks.step("replicas")}, rounds, progress)[str(made.found)]
-    measured, predicted = [each / measured_minibatches(made.found) for each in seconds], made.found.seconds
-    plan = {"plan": str(made.found), "partition": list(made.found.partition), "replicas": list(made.found.replicas)}
+        seconds = take_turns({str(made): lambda: ranks.step("replicas")}, rounds, progress)[str(made)]
+    measured, predicted = [each / measured_minibatches(made) for each in seconds], made.seconds
+    plan = {"plan": str(made), "partition": list(made.partition), "replicas": list(made.replicas)}
     found = {"seconds": median(measured), "ratio": median(measured) / predicted, "rounds": measured}
     return {**plan, "predicted": predicted, **found}
 
 
-class PlannedVgg(NamedTuple):
-    """A profile in which a minibatch takes as long as it was asked to, and its stages and replicas."""
-
-    profile: Profile
-    found: Replication
-
-
-def planned(devices: int, seconds: float) -> PlannedVgg:
-    """For so many devices, `seconds` for a minibatch; the same on every rank."""
+def planned(devices: int, seconds: float) -> tuple[Profile, Replication]:
+    """A profile in which a minibatch takes so many seconds on so many devices, and its stages and replicas; the same on
+    every rank.
+    """
     slow = replicate(vgg16(), devices).seconds
     profile = vgg16(slow / seconds)
-    return PlannedVgg(profile, replicate(profile, devices))
+    return profile, replicate(profile, devices)
 
 
 def vgg16(faster: float = 1.0) -> Profile:
@@ -106,31 +102,26 @@ def measured_minibatches(found: Replication) -> int:
     return -(-_AT_LEAST // group) * group
 
 
-def crossing(made: PlannedVgg) -> int:
-    """Floats that cross from the first stage to the next."""
-    return made.profile.layers[made.found.partition[0] - 1].boundary // 4
-
-
 def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
     """What a rank runs: it goes on with a stream until devices are busy, and then for a while, which is the span. All
     layers hand on what crosses between the first two stages.
     """
     torch.manual_seed(0)  # every rank makes the same weights
-    made = planned(contest.devices, contest.seconds)
-    layers, size = [], crossing(made)
-    for each in made.profile.layers:
+    profile, made = planned(contest.devices, contest.seconds)
+    layers = []
+    for each in profile.layers:
         times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
-        layers.append(Emulated(**times, size=size, weights=each.parameters // 4))
+        layers.append(Emulated(**times, size=contest.size, weights=each.parameters // 4))
     mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
-    pipe = Pipeline(layers, mesh=mesh, schedule=made.found, loss=contest.loss)
-    batch = torch.zeros(1, size, requires_grad=True), torch.zeros(1)
+    pipe = Pipeline(layers, mesh=mesh, schedule=made, loss=contest.loss)
+    batch = torch.zeros(1, contest.size, requires_grad=True), torch.zeros(1)
     results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat(batch))
 
     def run() -> Span:
-        for _ in range(4 * max(made.found.replicas) + made.found.num_devices):
+        for _ in range(4 * max(made.replicas) + made.num_devices):
             next(results)
         start = time.perf_counter()
-        for _ in range(measured_minibatches(made.found)):
+        for _ in range(measured_minibatches(made)):
             next(results)
         return Span(start, time.perf_counter())
 
