@@ -208,11 +208,8 @@ def read_schedule(path: str) -> Schedule:
 def shown_size(schedule: Schedule, shape: str = "") -> str:
     """`4 devices, 4 stages, 8 microbatches, 96 actions`."""
     stages = show_count(schedule.num_stages, "stage") + (f" ({shape})" if shape else "")
-    devices, microbatches = (
-        show_count(schedule.num_devices, "device"),
-        show_count(schedule.num_microbatches, "microbatch"),
-    )
-    return f"{devices}, {stages}, {microbatches}, {show_count(schedule.num_actions, 'action')}"
+    devices, actions = show_count(schedule.num_devices, "device"), show_count(schedule.num_actions, "action")
+    return f"{devices}, {stages}, {show_count(schedule.num_microbatches, 'microbatch')}, {actions}"
 
 
 def misfit(timeline: Timeline, limit: Number | None) -> str:
