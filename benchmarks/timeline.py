@@ -41,7 +41,8 @@ def run(
         page.write(html, [predicted, measured], units=Units("s", "activations"), ranked=False)
     made = {"predicted": float(predicted.makespan), "measured": float(measured.makespan)}
     off, most = made["predicted"] / made["measured"] - 1, max(map(len, bare.schedule.rows))
-    return {**found, **made, "cost": found["ratio"] - 1, "difference": off, "actions_per_device": most}
+    targets = {"cost_target": 0.01, "difference_target": 0.05}
+    return {**found, **made, "cost": found["ratio"] - 1, "difference": off, "actions_per_device": most, **targets}
 
 
 def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
@@ -58,6 +59,7 @@ def told(found: Found) -> Told:
         "{schedule}, {devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W"
     )
     title += ", up to {actions_per_device} actions each" + ("\nboth timelines: {html}" if found["html"] else "")
-    cost = of_rounds("cost of recording", costs, "difference", "less", "below 1.0%")
-    off = Figure("predicted to measured makespan", found["difference"], "difference", meant="within 5.0%")
+    below, near = (f"{100 * found[key]:.1f}%" for key in ("cost_target", "difference_target"))
+    cost = of_rounds("cost of recording", costs, "difference", "less", f"below {below}")
+    off = Figure("predicted to measured makespan", found["difference"], "difference", meant=f"within {near}")
     return told_duel(title, found, cost, off, ours="not recorded")
