@@ -36,7 +36,7 @@ def named(value: Any) -> str:
 
 def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
     """They are of the kinds that are understood."""
-    if not isinstance(schedule, str | Schedule | Plan | Replication):
+    if not isinstance(schedule, str | Schedule | Plan | Replication | None):
         raise ConfigError(
             f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule, a Plan or a Replication"
         )
