@@ -19,7 +19,8 @@ def blocks(count: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(8, "zb-v"), (16, "zb-v"), (7, "1f1b"), (12, "1f1b"), (28, "1f1b"), (32, "zb-v"), (0, "1f1b")]
+    ("count", "expected"),
+    [(8, "zb-v"), (16, "zb-v"), (7, "1f1b"), (12, "1f1b"), (28, "1f1b"), (32, "zb-v"), (0, "1f1b")],
 )
 def test_gpus_have_zb_v_where_two_stages_are_no_more_work_than_one(count: int, expected: str) -> None:
     with torch.device("meta"):
