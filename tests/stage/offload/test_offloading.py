@@ -246,7 +246,7 @@ def test_a_pipeline_stays_below_its_memory_limit_as_simulated_or_says_that_it_ca
         rng.choice((1, 4)),
         {"host_bandwidth": rng.choice((0.2, 2, 20)), "host_share": rng.choice((1, 2))},
     )
-    costs = gapless.Costs(forward, input_grad, weight_grad, activation=activation, **link)  # type: ignore[arg-type]
+    costs = gapless.Costs(forward, input_grad, weight_grad, activation=activation, **link)
     limit = rng.choice(("1x", "0.75x", 2, 8, 0.5))
     options: Any = {"schedule": rng.choice(("1f1b", "gpipe", "zb-h1", "interleaved")), "memory_limit": limit}
     options |= {"offload": rng.choice(("none", "activations", "auto")), "remat": rng.choice(("none", "stage"))}
