@@ -49,10 +49,9 @@ class ScheduleArguments(NamedTuple):
         """Checked, and with what a plan or a replication brings. As many stages per device as asked, or as many as the
         partition has, where the recipe leaves a choice.
         """
-        found, devices = self, world.devices
-        if self.schedule is None:
-            apart = not world.one_process or len(set(devices)) == len(devices)
-            found = self._replace(schedule=self.default(layers or model, devices) if apart else "1f1b")
+        found = self
+        if self.schedule is None:  # zb-v sends twice as much
+            found = self._replace(schedule=self.default(layers or model, world.devices) if world.near else "1f1b")
         if isinstance(self.schedule, Replication):
             self._check_replication(self.schedule)
             own = self.schedule
