@@ -73,12 +73,18 @@ class ConfigError(GaplessError):
     """An option or a configuration with a value that makes no sense."""
 
 
+_LESS_MEMORY = (
+    "gapless: less memory is needed with more microbatches, schedule='1f1b', graphs=False, remat='stage' or "
+    "offload='activations'; pipe.memory() shows what holds it"
+)
 _RAISED = "gapless: raised "  # how a note of ours begins; others may have added notes too
 
 
 def note_place(error: BaseException, place: str) -> None:
-    """Adds where in the pipeline an error was raised, for its traceback to show."""
+    """Adds where in the pipeline an error was raised, for its traceback to show; and what takes less memory."""
     error.add_note(f"{_RAISED}{place}")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be loaded here
+        error.add_note(_LESS_MEMORY)
 
 
 def noted_place(error: BaseException) -> str:

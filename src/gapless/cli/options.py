@@ -44,7 +44,7 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         ("--forward", _per_stage, 1, "X", "time of a forward"),
         ("--input-grad", _per_stage, 1, "X", "time of the input gradient"),
         ("--weight-grad", _per_stage, 1, "X", "time of the weight gradient"),
-        ("--recompute", _per_stage, 0, "X", "time of a recompute"),
+        ("--recompute", _per_stage, None, "X", "time of a recompute (default: that of a forward)"),
         ("--update", _per_stage, 0, "X", "time of a weight update"),
         ("--activation", _per_stage, 1, "X", "memory of an activation, held from F to W"),
         ("--boundary", _per_stage, 0, "X", boundary),
@@ -130,9 +130,15 @@ def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
     return Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
+def given_costs(arguments: argparse.Namespace) -> Costs:
+    """A recompute takes as long as a forward, unless told."""
+    asked = given(arguments, Costs)
+    return Costs(**asked | ({"recompute": asked["forward"]} if asked["recompute"] is None else {}))
+
+
 def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Costs, Number | None]:
     """The schedule of that name, or in that file, after the passes; its costs and the memory limit."""
-    costs = Costs(**given(arguments, Costs))
+    costs = given_costs(arguments)
     limit = limit_of(arguments, costs)
     if is_file(name):
         schedule = verified(name)
