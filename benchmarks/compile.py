@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 import torch
 
-from benchmarks.runner.parameters import Between, Devices, Microbatches, Rounds, Steps, check_width
+from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.parameters import Between, Devices, Microbatches, Rounds, Steps
 from benchmarks.runner.rounds import Progress, fight, quotients, silent, timed
 from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.pipeline.pipeline import Pipeline
 from gapless.units import show_count
-from gapless.zoo.gpt import gpt, next_token_loss
-
-TARGET = 1.0
 
 
 def run(
@@ -35,38 +33,31 @@ def run(
 ) -> Found:
     """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    heads = max(4, width // 128)
-    check_width(width, heads)
-    model = gpt(vocab=vocab, width=width, depth=depth, heads=heads, context=length, dropout=dropout)
-    ids = torch.randint(vocab, (microbatches * samples, length + 1), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(device)
-    inputs, target = ids[:, :-1], ids[:, 1:]
-    common: dict[str, Any] = {"devices": [device] * devices, "microbatches": microbatches, "loss": next_token_loss}
+    model = small_gpt(width, depth, vocab, length, heads=max(4, width // 128), dropout=dropout)
+    inputs, target = (each.to(device) for each in model.batch(microbatches * samples))
+    common: dict[str, Any] = {"devices": [device] * devices, "microbatches": microbatches, "loss": model.loss}
 
     def step(pipe: Pipeline) -> None:
-        model.zero_grad()
+        pipe.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             pipe.step(inputs, target)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    with Pipeline(model, **common) as eager, Pipeline(model, compile={"backend": backend}, **common) as compiled:
+    layers = list(model.layers)
+    with Pipeline(layers, **common) as eager, Pipeline(layers, compile={"backend": backend}, **common) as compiled:
         ours, theirs = (timed(lambda pipe=pipe: step(pipe), steps) for pipe in (compiled, eager))  # type: ignore[misc]
         found = fight(ours, "eager", theirs, rounds, progress, warmup=2)
         cold = compiled.compile_seconds
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return found | {"device": name, "target": TARGET, "compile_seconds": cold}
+    return found | {"device": name, "target": 1.0, "compile_seconds": cold}
 
 
 def told(found: Found) -> Told:
     """Both times, the gain, and what had to be spent on compiling before."""
     gains = quotients(found["rounds"]["eager"], found["rounds"]["gapless"])
-    return told_duel(
-        f"gpt of {show_count(found['depth'], 'layer')}, width {found['width']}, dropout {found['dropout']:g}, "
-        f"{'bfloat16 by autocast' if found['bf16'] else 'float32'}, {found['device']}\n"
-        f"{found['devices']} devices, {found['microbatches']} microbatches of "
-        f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
-        found,
-        of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU"),
-        ours="compiled",
-    )
+    layers, precision = show_count(found["depth"], "layer"), "bfloat16 by autocast" if found["bf16"] else "float32"
+    title = f"gpt of {layers}, width {{width}}, dropout {{dropout:g}}, {precision}, {{device}}\n{{devices}} devices, "
+    title += "{microbatches} microbatches of {samples} x {length} tokens, after {compile_seconds:.1f} s of compiling"
+    figure = of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU")
+    return told_duel(title, found, figure, ours="compiled")

@@ -60,19 +60,17 @@ def run(
 
 def _row(name: str, contest: Contest, schedule: Schedule, seconds: list[float]) -> dict[str, Any]:
     by, _, recipe = name.partition(" ")
-    found: dict[str, Any] = {"by": by, "schedule": recipe, "stages": schedule.num_stages, "rounds": seconds}
-    time = median(seconds)
+    bound = work = 3 * contest.seconds * contest.microbatches  # no device can do less than its own F, I and W
+    passes = {"fused": 0, "split": 0, "backwards": 0}
     if has_steps(recipe):
         predicted = simulate(schedule, contest.costs)
         bound, work = float(predicted.makespan), float(predicted.work)
         stated = make_schedule(recipe, devices=contest.devices, microbatches=contest.microbatches, costs=contest.costs)
-        fused, split = len(_whole(schedule) - _whole(stated)), len(_whole(stated) - _whole(schedule))
-        backwards = schedule.num_stages * schedule.num_microbatches
-    else:  # no device can do less than its own F, I and W, and all do the same
-        bound = work = 3 * contest.seconds * contest.microbatches
-        fused = split = backwards = 0
-    found |= {"seconds": time, "bound": bound, "efficiency": bound / time, "useful": work / time}
-    return {**found, "fused": fused, "split": split, "backwards": backwards}
+        here, there = _whole(schedule), _whole(stated)
+        passes = {"fused": len(here - there), "split": len(there - here)}
+        passes["backwards"] = schedule.num_stages * schedule.num_microbatches
+    found = {"by": by, "schedule": recipe, "stages": schedule.num_stages, "rounds": seconds, "seconds": median(seconds)}
+    return {**found, "bound": bound, "efficiency": bound / median(seconds), "useful": work / median(seconds), **passes}
 
 
 def _whole(schedule: Schedule) -> set[tuple[int, int]]:
@@ -98,15 +96,13 @@ def told(found: Found) -> Told:
     if found["faster"] is not None:
         ours, theirs = found["best"], found["best_of_torch"]
         rounds = {f"{row['by']} {row['schedule']}": row["rounds"] for row in rows}
-        figures.append(
-            of_rounds("faster than torch's best by", quotients(rounds[theirs], rounds[ours]), "x", "more", "above 1")
-        )
+        gains = quotients(rounds[theirs], rounds[ours])
+        figures.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
         verdict.append(f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x")
     size = f" of {4 * found['size'] / 1e6:.2g} MB" if found["size"] >= 1000 else ""
     title = (
-        f"{found['devices']} emulated devices{', a process each' if found['torchrun'] else ''}, "
-        f"{found['microbatches']} microbatches{size}, {found['milliseconds']:g} ms for each F, I and W of a device; "
-        f"medians of {len(rows[0]['rounds'])}"
+        f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}, "
     )
+    title += f"{{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
     columns = "schedule | by | stages | step=seconds:ms | bound:ms | efficiency:% | useful:% | =passes"
-    return Told(figures, [tabulated(title, rows, columns, *verdict, left=2)])
+    return Told(figures, [tabulated(title.format_map(found), rows, columns, *verdict, left=2)])

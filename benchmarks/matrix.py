@@ -19,7 +19,6 @@ example: python -m benchmarks matrix --devices 2,4 --keep cells.json
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,17 +27,7 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Lineup, SideName
 from benchmarks.peer.torch_side import ALL
 from benchmarks.runner.parameters import Between, Rounds, Schedules, numbers
-from benchmarks.runner.rounds import (
-    Contestant,
-    KeptRounds,
-    Progress,
-    Taken,
-    median,
-    quotients,
-    silent,
-    take_turns,
-    within,
-)  # fmt: skip
+from benchmarks.runner.rounds import KeptRounds, Progress, Taken, median, quotients, silent, take_turns, within
 from benchmarks.runner.told import Figure, Found, Told, of_rounds, tabulated
 from gapless.schedule.simulate import simulate
 
@@ -79,7 +68,6 @@ def run(
         else:
             kept.facts[name] = row
             kept.write()
-    progress("")
     rows = [{"cell": name, **kept.facts[name]} for name in cells if name in kept.facts]
     return {"rows": rows, "cells": len(cells), "skipped": skipped, "wrong": wrong}
 
@@ -97,8 +85,8 @@ def _cell(contest: Contest, schedules: Sequence[str], sides: list[SideName], rou
             lineup.add_ranks(side, names, "gapless, ranks" if side == "gapless" else side)
         first = take_turns(lineup.contestants, 2, progress)
         steps = max(1, min(_MOST_STEPS, int(_SECONDS_OF_A_ROUND / min(map(min, first.values())))))
-        final = {name: partial(_median_step, lineup.contestants[name], steps) for name in _finalists(first)}
-        last = take_turns(final, rounds, progress, warmup=0)
+        final = {name: lineup.contestants[name] for name in _finalists(first)}
+        last = take_turns(final, rounds, progress, warmup=0, steps=steps)
     refused |= lineup.refused
     best = {side: min(own, key=lambda name: median(own[name])) for side, own in _by_side(last).items()}
     bounds = {name: float(simulate(lineup.schedules[name], contest.costs).makespan) for name in last}
@@ -112,11 +100,6 @@ def _cell(contest: Contest, schedules: Sequence[str], sides: list[SideName], rou
         "refused": refused,
         "wrong": quick[0] if quick else "",
     }
-
-
-def _median_step(contestant: Contestant, steps: int) -> float:
-    """Of a round of several steps: one that something else on this machine has disturbed does not count."""
-    return median([contestant() for _ in range(steps)])
 
 
 def _by_side(seconds: Taken) -> dict[str, Taken]:

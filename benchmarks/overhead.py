@@ -3,20 +3,18 @@
 example: python -m benchmarks overhead --depth 4
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
-from benchmarks.runner.parameters import Microbatches, Rounds, check_width
+from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.parameters import Microbatches, Rounds
 from benchmarks.runner.rounds import Progress, fight, quotients, ratio, silent, timed
 from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.batch.plain import plain_step
 from gapless.stage.intra_op import intra_op_threads
 from gapless.units import show_count
-from gapless.zoo.gpt import gpt, next_token_loss
-
-TARGET = 1.03
 
 
 def run(
@@ -31,25 +29,22 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
-    check_width(width)
     with intra_op_threads(threads):
-        model = gpt(width=width, depth=depth, context=length)
-        ids = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(0))
-        inputs, target = ids[:, :-1], ids[:, 1:]
-        layers = list(model)
+        model = small_gpt(width, depth, length=length)
+        inputs, target = model.batch(batch)
+        layers = list(model.layers)
+        common: Any = {"loss": model.loss, "microbatches": microbatches}
 
         def plain() -> torch.Tensor:
-            return plain_step(layers, inputs, target, loss=next_token_loss, microbatches=microbatches).loss
+            return plain_step(layers, inputs, target, **common).loss
 
-        with Pipeline(
-            model, devices=["cpu"], microbatches=microbatches, loss=next_token_loss, intra_op_threads=threads
-        ) as pipe:
+        with Pipeline(layers, devices=["cpu"], intra_op_threads=threads, **common) as pipe:
             mine = pipe.step(inputs, target).loss
             assert mine is not None
             same = torch.equal(mine, plain())
             found = fight(timed(lambda: pipe.step(inputs, target)), "plain", timed(plain), rounds, progress)
     found["ratio"] = ratio(found["rounds"]["gapless"], found["rounds"]["plain"])  # a cost, and no gain
-    return found | {"same_bits": same, "target": TARGET}
+    return found | {"same_bits": same, "target": 1.03}
 
 
 def told(found: Found) -> Told:
@@ -58,9 +53,7 @@ def told(found: Found) -> Told:
     bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
     counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
     layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
+    title = f"gpt of {layers}, width {{width}}, {{batch}} x {{length}} tokens, {parts}, {threads}, {bits}"
     return told_duel(
-        f"gpt of {layers}, width {found['width']}, {found['batch']} x {found['length']} tokens, {parts}, {threads}, "
-        f"{bits}",
-        found,
-        of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}"),
+        title, found, of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")
     )

@@ -73,7 +73,6 @@ def run(
             for way, values in seconds.items():
                 of_limit = ratio(seconds["copies"], values)
                 rows.append({"size": size, "way": way, "rounds": values, "of_limit": of_limit})
-    progress("")
     return {"rows": rows, "skipped": skipped}
 
 

@@ -12,16 +12,15 @@ from typing import Annotated
 
 import torch
 
-from benchmarks.runner.parameters import Devices, Microbatches, Rounds, check_width
+from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.parameters import Devices, Microbatches, Rounds
 from benchmarks.runner.rounds import Progress, median, quotients, silent
 from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.checkpoint import Checkpoints
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
-from gapless.zoo.gpt import gpt, next_token_loss
 
 STALL = 0.05
-_VOCAB = 2048
 
 
 def run(
@@ -38,15 +37,13 @@ def run(
 ) -> Found:
     """Each round saves once, and takes as many steps without a save, before it or after it."""
     torch.manual_seed(0)
-    heads = max(width // 64, 1)
-    check_width(width, heads)
-    model = gpt(vocab=_VOCAB, width=width, depth=depth, heads=heads, context=length, dropout=0.1)
-    batch = torch.randint(_VOCAB, (samples * microbatches, length + 1))
+    model = small_gpt(width, depth, 2048, length, heads=max(width // 64, 1), dropout=0.1)
+    batch = model.batch(samples * microbatches)
     added, step, call = list[float](), list[float](), list[float]()
     with (
         intra_op_threads(1),
         tempfile.TemporaryDirectory(dir=folder) as place,
-        Pipeline(model, devices=devices, microbatches=microbatches, loss=next_token_loss) as pipe,
+        Pipeline(list(model.layers), devices=devices, microbatches=microbatches, loss=model.loss) as pipe,
         Checkpoints(Path(place, "run"), pipe, keep=1, best=0) as checkpoints,
     ):
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -54,7 +51,7 @@ def run(
         def steps(count: int) -> float:
             start = time.perf_counter()
             for _ in range(count):
-                pipe.step(batch[:, :-1], batch[:, 1:])
+                pipe.step(*batch)
                 optimizer.step()
                 optimizer.zero_grad()
             return time.perf_counter() - start
@@ -81,25 +78,19 @@ def run(
             added.append(seconds - count * plain)
         checkpoints.wait()
         size = checkpoints.saved[-1].size
-        progress("")
     stalls = quotients(added, step)
-    return {
-        "weights": sum(each.nbytes for each in model.parameters()),
-        "size": size,
-        "step": median(step),
-        "call": median(call),
-        "added": median(added),
-        "stall": median(stalls),
-        "stalls": stalls,
-    }
+    times = {"step": median(step), "call": median(call), "added": median(added)}
+    weights = sum(each.nbytes for each in pipe.parameters())
+    return {"weights": weights, "size": size, **times, "stall": median(stalls), "stalls": stalls}
 
 
 def told(found: Found) -> Told:
     """The times, and the stall as a share of a step."""
+    weights, size = (cell(found[key], "MiB.0") for key in ("weights", "size"))
     title = (
-        f"a GPT of {cell(found['weights'], 'MiB.0')} on {found['devices']} devices, {found['microbatches']} "
-        f"microbatches, checkpoints of {cell(found['size'], 'MiB.0')}; medians of {len(found['stalls'])} rounds"
+        f"a GPT of {weights} on {found['devices']} devices, {found['microbatches']} microbatches, checkpoints of {size}"
     )
+    title += f"; medians of {len(found['stalls'])} rounds"
     names = {"step": "step", "call": "call of save", "added": "added until the save has ended"}
     rows = [{"": name, "time": found[key]} for key, name in names.items()]
     stall, target, *spread = (cell(each, "+%") for each in (found["stall"], STALL, *sorted(found["stalls"])))

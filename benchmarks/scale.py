@@ -5,7 +5,6 @@ Every size runs in a process of its own, so that its peak memory is its own too.
 example: python -m benchmarks scale --largest 256
 """
 
-import itertools
 import re
 import resource
 import sys
@@ -50,33 +49,24 @@ def run(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 rows.append(process.submit(measure, schedule, devices, microbatches).result())
         except (GaplessError, BrokenProcessPool) as error:
-            progress("")
             why = str(error) if isinstance(error, GaplessError) else "its process has ended; out of memory?"
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
-    progress("")
     return {"rows": rows}
 
 
 def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
     """In this process, whose memory is taken as it is."""
-    marks = [time.perf_counter()]
+    start = time.perf_counter()
     made = make_schedule(schedule, devices=devices, microbatches=microbatches)
-    marks.append(time.perf_counter())
+    generated = time.perf_counter()
     verify(made).raise_if_wrong()
-    marks.append(time.perf_counter())
+    verified = time.perf_counter()
     makespan = float(simulate(made).makespan)
-    marks.append(time.perf_counter())
-    parts = [after - before for before, after in itertools.pairwise(marks)]
-    return {
-        "devices": devices,
-        "microbatches": microbatches,
-        "actions": made.num_actions,
-        **dict(zip(("generate", "verify", "simulate"), parts, strict=True)),
-        "total": sum(parts),
-        "microseconds_per_action": 1e6 * sum(parts) / made.num_actions,
-        "peak_bytes": peak_bytes(),
-        "makespan": makespan,
-    }
+    end = time.perf_counter()
+    sizes = {"devices": devices, "microbatches": microbatches, "actions": made.num_actions, "makespan": makespan}
+    parts = {"generate": generated - start, "verify": verified - generated, "simulate": end - verified}
+    each = {"microseconds_per_action": 1e6 * (end - start) / made.num_actions, "peak_bytes": peak_bytes()}
+    return {**sizes, **parts, "total": end - start, **each}
 
 
 def peak_bytes() -> int:

@@ -46,7 +46,6 @@ def run(
         for name, (block, shape) in blocks.items():
             x = torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape)
             rows.append(_row(name, block, x, times, rounds, progress))
-    progress("")
     return {"rows": rows}
 
 
@@ -119,9 +118,7 @@ def told(found: Found) -> Told:
                 name = f"F + I + W to a plain F + B, {row['block']}, {way}"
                 meant = f"at most {TARGET}" if way == "gapless" else ""
                 figures.append(of_rounds(name, to_plain, "x", "less", meant, way))
-    title = (
-        f"blocks of width {found['width']}, one thread, medians of {rounds} rounds of {found['times']}; "
-        f"meant: at most {TARGET}"
-    )
+    title = f"blocks of width {found['width']}, one thread, medians of {rounds} rounds of {found['times']}; "
+    title += f"meant: at most {TARGET}"
     columns = "block | by | as | forward:us | backward:us | all=seconds:us | to plain=ratio"
     return Told(figures, [tabulated(title, rows, columns, left=3)])

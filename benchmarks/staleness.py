@@ -35,6 +35,7 @@ from gapless.run.streams.nesterov import DelayedNesterov
 from gapless.run.streams.replicas.async_replicas import AsyncReplicas
 from gapless.stage.intra_op import intra_op_threads
 from gapless.train.data.sources import standard_library
+from gapless.units import show_count
 from gapless.view import curves
 from gapless.zoo.gpt import gpt, next_token_loss
 
@@ -74,9 +75,7 @@ def run(
     held_out = _windows(text[cut:], _HELD_OUT, torch.Generator().manual_seed(0))
     staleness: list[float] = []
     ways = _ways(devices, optimizer, lr, steps, staleness)
-    rows: dict[str, dict[str, Any]] = {
-        name: {"way": name, "delay": delay, "runs": [], "held_out": []} for name, (delay, _) in ways.items()
-    }
+    rows: dict[str, Any] = {name: {"way": name, "delay": ways[name][0], "runs": [], "held_out": []} for name in ways}
     with intra_op_threads(1):
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -89,14 +88,10 @@ def run(
                 losses = list(_finite(way(model, batches)))
                 row["runs"].append(_binned(losses, steps))
                 row["held_out"].append(_loss(model, held_out) if len(losses) == steps else None)
-    progress("")
     if staleness:
         rows["asp"]["delay"] = f"{statistics.fmean(staleness):.1f}"
-    found = {
-        "lr": lr,
-        "rows": list(rows.values()),
-        "minibatches": [(start + end - 1) / 2 for start, end in _bounds(steps)],
-    }
+    middles = [(start + end - 1) / 2 for start, end in _bounds(steps)]
+    found = {"lr": lr, "rows": list(rows.values()), "minibatches": middles}
     if html is not None:
         chosen = {"devices": devices, "steps": steps, "batch": batch, "seeds": seeds, "optimizer": optimizer}
         html.write_text(_page({**chosen, **found}), encoding="utf-8", newline="\n")
@@ -202,32 +197,28 @@ _NOTES = (
 
 def _table(found: Mapping[str, Any]) -> Table:
     """For each way its name, delay, losses and what it is behind of sync."""
-    plain = _mean(found["rows"][0]["held_out"])
-    rows = []
+    plain, rows = None, []
     for row in found["rows"]:
-        held_out = [loss for loss in row["held_out"] if loss is not None]
-        mean, lost = _mean(held_out), len(row["held_out"]) - len(held_out)
+        held_out, training = (
+            [loss for loss in losses if loss is not None]
+            for losses in (row["held_out"], [run[-1] for run in row["runs"]])
+        )
         cells = {"way": row["way"], "delay": row["delay"], "training": "diverged", "held out": "diverged"}
-        if mean is not None:
-            cells |= {"training": f"{_mean([run[-1] for run in row['runs']]):.3f}", "held out": f"{mean:.3f}"}
-            cells["of all seeds"] = f"{min(held_out):.3f} to {max(held_out):.3f}" + (
-                f", {lost} diverged" if lost else ""
-            )
+        if held_out:
+            mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
+            cells |= {"training": f"{statistics.fmean(training):.3f}", "held out": f"{mean:.3f}"}
+            more = f", {lost} diverged" if lost else ""
+            cells["of all seeds"] = f"{min(held_out):.3f} to {max(held_out):.3f}{more}"
+            plain = mean if row["way"] == "sync" else plain
             cells["to sync"] = f"{mean - plain:+.3f}" if plain is not None else ""
         rows.append(cells)
     title = (
-        f"GPT of {found['devices'] + 3} layers on {found['devices']} devices, Python's source as bytes, "
-        f"{found['steps']} minibatches of {found['batch']} x {_CONTEXT}, {found['optimizer']} at {found['lr']:g}, "
-        f"{found['seeds']} seed{'s' if found['seeds'] != 1 else ''}"
+        f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} minibatches "
     )
+    title += f"of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
     page = [f"The curves are in {found['html']}."] if found.get("html") else []
     columns = "way | delay | training | held out | of all seeds | to sync"
-    return tabulated(title, rows, columns, *_NOTES, *page, left=2)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    return tabulated(title.format_map(found), rows, columns, *_NOTES, *page, left=2)
 
 
 def told(found: Found) -> Told:

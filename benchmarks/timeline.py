@@ -18,8 +18,6 @@ from gapless.schedule.timeline import Timeline, costs_of
 from gapless.view import page
 from gapless.view.figures import Units
 
-COST, DIFFERENCE = 0.01, 0.05
-
 
 def run(
     *,
@@ -41,15 +39,10 @@ def run(
     predicted, measured = _pair([timeline for timeline in timelines if timeline is not None])
     if html:
         page.write(html, [predicted, measured], units=Units("s", "activations"), ranked=False)
-    return found | {
-        "cost": found["ratio"] - 1,
-        "predicted": float(predicted.makespan),
-        "measured": float(measured.makespan),
-        "difference": float(predicted.makespan) / float(measured.makespan) - 1,
-        "actions_per_device": max(map(len, bare.schedule.rows)),
-        "cost_target": COST,
-        "difference_target": DIFFERENCE,
-    }
+    made = {"predicted": float(predicted.makespan), "measured": float(measured.makespan)}
+    off, most = made["predicted"] / made["measured"] - 1, max(map(len, bare.schedule.rows))
+    targets = {"cost_target": 0.01, "difference_target": 0.05}
+    return {**found, **made, "cost": found["ratio"] - 1, "difference": off, "actions_per_device": most, **targets}
 
 
 def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
@@ -62,13 +55,11 @@ def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
 def told(found: Found) -> Told:
     """Both times, what the recording costs, and how far the simulation is off."""
     costs = [cost - 1 for cost in quotients(found["rounds"]["recorded"], found["rounds"]["gapless"])]
-    below, near = (f"{100 * found[key]:.1f}%" for key in ("cost_target", "difference_target"))
-    return told_duel(
-        f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
-        f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each"
-        + (f"\nboth timelines: {found['html']}" if found["html"] else ""),
-        found,
-        of_rounds("cost of recording", costs, "difference", "less", f"below {below}"),
-        Figure("predicted to measured makespan", found["difference"], "difference", meant=f"within {near}"),
-        ours="not recorded",
+    title = (
+        "{schedule}, {devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W"
     )
+    title += ", up to {actions_per_device} actions each" + ("\nboth timelines: {html}" if found["html"] else "")
+    below, near = (f"{100 * found[key]:.1f}%" for key in ("cost_target", "difference_target"))
+    cost = of_rounds("cost of recording", costs, "difference", "less", f"below {below}")
+    off = Figure("predicted to measured makespan", found["difference"], "difference", meant=f"within {near}")
+    return told_duel(title, found, cost, off, ours="not recorded")

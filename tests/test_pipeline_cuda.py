@@ -264,3 +264,27 @@ def test_an_offloaded_optimizer_has_the_bits_of_the_optimizer_on_the_gpu() -> No
     assert all(state["exp_avg"].is_cpu for state in mine.state.values())
     for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+def test_steps_that_do_not_wait_have_the_bits_of_a_plain_loop(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))).cuda()
+    plain, batches = copy.deepcopy(model), [torch.randn(2, 12, 16, device="cuda") for _ in range(20)]
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    norms = []
+    for x, y in batches:
+        theirs.zero_grad()
+        for part, target in zip(x.split(2), y.split(2), strict=True):
+            (F.mse_loss(plain(part), target) / 6).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+        theirs.step()
+    assert 0 < sum(float(norm) > 0.25 for norm in norms) < len(norms)  # some are clipped
+    with Pipeline(
+        model, devices=["cuda:0"] * 3, microbatches=6, loss=F.mse_loss, schedule=schedule, graphs=False
+    ) as pipe:
+        training = pipe.training(ours, max_norm=0.25)
+        results = [training.step(x, y) for x, y in batches]
+        assert [result.norm for result in results] == norms
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected), name

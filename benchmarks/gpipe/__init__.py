@@ -1,7 +1,6 @@
 """The tables of GPipe and of zero bubble: largest, offload, throughput, breakdown, bubbles and overlap are
 benchmarks. In order:
 
-published   the numbers of both papers, which stand beside ours
 giants      the models of GPipe's tables, of any size and without data: what they hold and how many operations they take
 largest     GPipe's table of the largest model per device
 offload     the same with the host's memory; offload_trial: the ranks that try whether a model fits

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, pipeline
-from benchmarks.runner.parameters import Milliseconds, Rounds, check_width
+from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.parameters import Milliseconds, Rounds
 from benchmarks.runner.rounds import Progress, median, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.pipeline.pipeline import Pipeline
@@ -34,7 +35,6 @@ from gapless.schedule.action import Kind
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
 from gapless.stage.intra_op import intra_op_threads
-from gapless.zoo.gpt import gpt, next_token_loss
 
 PARTS = ("compute", "recompute", "imbalance", "bubble", "transfer", "set-up", "update")
 Recorded = tuple[Timeline, float, float]  # and the seconds of the step and of the update
@@ -52,26 +52,21 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """A row for each setting: its parts in every round."""
-    check_width(width)
     rows = []
     for schedule, remat in (("gpipe", "stage"), ("1f1b", "none"), ("zb-h1", "none")):
         progress(f"gpt, {schedule}")
         torch.manual_seed(0)
-        model = gpt(width=width, depth=depth, context=tokens)
+        model = small_gpt(width, depth, length=tokens)
         made: Any = {"schedule": schedule, "remat": remat, "microbatches": microbatches, "timeline": True}
-        ids = torch.randint(256, (microbatches, tokens + 1), generator=torch.Generator().manual_seed(0))
-        with intra_op_threads(1), Pipeline(model, devices=["cpu"] * 2, loss=next_token_loss, **made) as pipe:
-            optimizer = torch.optim.AdamW(model.parameters())
-            step = partial(_step, pipe, optimizer, ids[:, :-1], ids[:, 1:])
+        with intra_op_threads(1), Pipeline(model.layers, devices=["cpu"] * 2, loss=model.loss, **made) as pipe:
+            step = partial(_step, pipe, torch.optim.AdamW(pipe.parameters()), *model.batch(microbatches))
             rows.append(_row("gpt, 2 devices", schedule, remat, step, rounds))
     for schedule in ("gpipe", "1f1b", "zb-v"):
         progress(f"emulated, {schedule}")
         contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
         with pipeline(contest, schedule, timeline=True) as pipe:
-            sgd = torch.optim.SGD(pipe.parameters(), lr=0.0)
-            step = partial(_step, pipe, sgd, *batch(contest))
+            step = partial(_step, pipe, torch.optim.SGD(pipe.parameters(), lr=0.0), *batch(contest))
             rows.append(_row(f"emulated, {devices} devices", schedule, "none", step, rounds))
-    progress("")
     return {"rows": rows}
 
 

@@ -11,7 +11,7 @@ first two, which still see what came before the group.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from gapless.plan.profile.meter import StorageMeter, bytes_of
 from gapless.plan.profile.profile import Layer, Profile, Seconds
@@ -85,36 +84,34 @@ def _layer(
     meter = StorageMeter()
     with meter.on():
         leaves = pytree.tree_map(_own, given)
-        with FlopCounterMode(display=False) as operations:
-            made = layer(leaves)
-            outputs = made if loss is None else loss(made, target)
+        made = layer(leaves)
+        outputs = made if loss is None else loss(made, target)
+        seconds = Seconds(meter.counted().flops / OPERATIONS_PER_SECOND)
         del leaves
-        returned, structure = pytree.tree_flatten(made)
-        shapes = [(each.shape, each.dtype) for each in returned]
-        del returned
+        after = pytree.tree_map(partial(_later, torch.empty), made)
         boundary = bytes_of(pytree.tree_leaves(made)) if loss is None else 0
         ends = [each for each in pytree.tree_leaves(outputs) if each.requires_grad]
-        edges = [get_gradient_edge(each) for each in ends]
-        sizes = [(each.shape, each.dtype) for each in ends]
+        edges, grads = [get_gradient_edge(each) for each in ends], [_later(torch.ones, each) for each in ends]
         with_outputs = meter.live()
         forward = meter.peak()
         del made, outputs, ends
         held = meter.live()
         meter.peak()
-        grads = [torch.ones(shape, dtype=dtype, device="meta") for shape, dtype in sizes]
-        torch.autograd.backward(edges, grads)
+        torch.autograd.backward(edges, [make() for make in grads])
         workspace = meter.peak() - held
     weights = bytes_of(layer.parameters())
-    seconds = Seconds(operations.get_total_flops() / OPERATIONS_PER_SECOND)
     times: Any = dict.fromkeys(("forward", "input_grad", "weight_grad", "recompute"), seconds)
     taken = max(0, workspace - weights)  # the gradients of the weights are there by now, and counted elsewhere
     amounts: Any = dict.fromkeys(("workspace", "halves_workspace", "weight_workspace"), taken)
     amounts |= {"activation": held, "kept_for_weight_grad": held, "forward_workspace": max(0, forward - held)}
     amounts |= {"parameters": weights + bytes_of(layer.buffers()), "gradients": weights, "optimizer_state": 2 * weights}
     amounts |= {"boundary": boundary, "held_output": max(0, boundary - (with_outputs - held))}
-    one = Layer(name=name, **times, **amounts)
-    after = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-    return one, pytree.tree_unflatten(after, structure)
+    return Layer(name=name, **times, **amounts), pytree.tree_map(lambda make: make(), after)
+
+
+def _later(make: Callable[..., Tensor], like: Tensor) -> Callable[[], Tensor]:
+    """Makes a tensor of this shape and type, and holds none."""
+    return partial(make, like.shape, dtype=like.dtype, device="meta")
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from benchmarks.gpipe import published
 from benchmarks.gpipe.giants import amoebanet_profile, transformer_profile
 from benchmarks.planner.prediction import peaks_of
 from benchmarks.planner.subjects import Subject, small_amoebanet, small_gpt
@@ -42,11 +41,16 @@ from gapless.run.held_memory import in_use
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
 _MOST = 4096  # layers
 
-
-_MODELS = {
-    "AmoebaNet-D": (published.AMOEBANET, published.AMOEBANET_DEVICE, published.AMOEBANET_BATCH),
-    "Transformer": (published.TRANSFORMER, published.TRANSFORMER_DEVICE, published.TRANSFORMER_BATCH),
-}
+# Huang et al., 2019, "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", table 1. Of each model: bytes of a
+# device, samples in a minibatch, and by way the size of the largest one, (L, D) or L, with its number of parameters.
+_AMOEBANET: dict[str, tuple[tuple[int, ...], float]] = {
+    "plain": ((18, 208), 82e6), "remat, M parts": ((18, 416), 318e6), "2 devices": ((18, 544), 542e6),
+    "4 devices": ((36, 544), 1.05e9), "8 devices": ((72, 512), 1.8e9),
+}  # fmt: skip
+_TRANSFORMER: dict[str, tuple[tuple[int, ...], float]] = {
+    "plain": ((3,), 282.2e6), "remat, M parts": ((13,), 785.8e6), "8 devices": ((103,), 5.3e9)
+}  # fmt: skip
+_MODELS = {"AmoebaNet-D": (8 * 2**30, 128, _AMOEBANET), "Transformer": (16 * 2**30, 32, _TRANSFORMER)}
 
 
 def run(
@@ -78,9 +82,7 @@ def run(
         else:
             subject = small_gpt(width=width, depth=layers, vocab=256, length=64, samples=1)
         rows += _measured(subject, 1 if gpu else devices, place, progress)
-    found = {"published": _published(models, progress) if predicted else [], "rows": rows}
-    progress("")
-    return found
+    return {"published": _published(models, progress) if predicted else [], "rows": rows}
 
 
 # -- the sizes of the paper --------------------------------------------------------------------------------------------
@@ -88,44 +90,39 @@ def run(
 
 def _published(models: Sequence[str], progress: Progress) -> list[Found]:
     rows = []
-    for name, (columns, memory, minibatch) in _MODELS.items():
+    for name, (memory, minibatch, theirs) in _MODELS.items():
         if name not in models:
             continue
-        plain = _giant(name, columns[0].size[0], columns[0].size[-1])
-        while minibatch > 1 and _fullest(plain, "plain", 1, minibatch) > memory:
+        size = theirs["plain"][0]
+        while minibatch > 1 and _fullest(_giant(*size), "plain", 1, minibatch) > memory:
             minibatch //= 2  # the largest with which the published plain model fits
-        known = {None: "plain", 1: "remat, M parts"}
-        theirs = {known.get(each.devices, f"{each.devices} devices"): each for each in columns}
-        last = columns[0]
         for way, devices in _WAYS:
             progress(f"{name}, {way}")
-            column = theirs.get(way)
-            last = column or last
-            filters = last.size[1] if name == "AmoebaNet-D" else 0
-            depth = _largest(name, filters, way, devices, minibatch, memory)
-            parameters = sum(layer.gradients for layer in _giant(name, depth, filters).layers) // 4 if depth else 0
-            row = {"model": name, "way": way, "filters": filters, "minibatch": minibatch, "memory": memory}
-            row |= {"layers": depth, "parameters": parameters, "published_size": None, "published_parameters": None}
-            if column is not None:
-                row |= {"published_size": list(column.size), "published_parameters": column.parameters}
-                row["their_fullest"] = _fullest(_giant(name, column.size[0], filters), way, devices, minibatch)
+            size, parameters = theirs.get(way, (size, 0.0))
+            depth = _largest(size[1:], way, devices, minibatch, memory)
+            row = {"model": name, "way": way, "filters": sum(size[1:]), "minibatch": minibatch, "memory": memory}
+            own = sum(layer.gradients for layer in _giant(depth, *size[1:]).layers) // 4 if depth else 0
+            row |= {"layers": depth, "parameters": own, "published_size": None, "published_parameters": None}
+            if way in theirs:
+                row |= {"published_size": list(size), "published_parameters": parameters}
+                row["their_fullest"] = _fullest(_giant(*size), way, devices, minibatch)
             rows.append(row)
     return rows
 
 
-def _giant(name: str, depth: int, filters: int) -> Profile:
-    """Its layers for one sample."""
-    return amoebanet_profile(depth, filters, 1) if name == "AmoebaNet-D" else transformer_profile(depth, 1)
+def _giant(depth: int, *filters: int) -> Profile:
+    """The layers of an AmoebaNet-D, or without filters of a Transformer, for one sample."""
+    return amoebanet_profile(depth, filters[0], 1) if filters else transformer_profile(depth, 1)
 
 
-def _largest(name: str, filters: int, way: str, devices: int, minibatch: int, memory: int) -> int:
+def _largest(filters: Sequence[int], way: str, devices: int, minibatch: int, memory: int) -> int:
     """The greatest depth that fits, or 0."""
 
     def depth(number: int) -> int:
-        return 3 * (number + 2) if name == "AmoebaNet-D" else number  # an AmoebaNet begins with 9 cells
+        return 3 * (number + 2) if filters else number  # an AmoebaNet begins with 9 cells
 
     def fits(number: int) -> bool:
-        profile = _giant(name, depth(number), filters)  # a deeper one has a layer for each device
+        profile = _giant(depth(number), *filters)  # a deeper one has a layer for each device
         return len(profile.layers) < devices or _fullest(profile, way, devices, minibatch) <= memory
 
     low, high = 0, 1
@@ -211,8 +208,8 @@ def told(found: Found) -> Told:
     if found["published"]:
         note = (
             "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
-            "device holds of the published model in this way. Nothing is offloaded to the host."
         )
+        note += "device holds of the published model in this way. Nothing is offloaded to the host."
         columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
         columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
         rows = list(map(_published_row, found["published"]))

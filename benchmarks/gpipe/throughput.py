@@ -17,15 +17,13 @@ example: python -m benchmarks throughput --devices 2,4 --no-slow
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
-import torch
-from torch import nn
-
-from benchmarks.gpipe import published
 from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, amoebanet_profile, transformer_profile
 from benchmarks.peer.gapless_sides import on_one_core
 from benchmarks.planner.apart import late
+from benchmarks.planner.subjects import emulated
 from benchmarks.runner.parameters import Between, Rounds, numbers
 from benchmarks.runner.rounds import Contestant, Progress, median, silent, take_turns, timed, within
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
@@ -33,13 +31,22 @@ from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.profile.profile import Profile
-from gapless.zoo.emulated import Emulated
 
 _MODELS: dict[str, Callable[[], Profile]] = {
     "AmoebaNet-D": lambda: amoebanet_profile(18, 256, 1),
     "Transformer": lambda: transformer_profile(48, 1),
 }
 _SCHEDULES = {"gpipe": "gpipe", "ours": "zb-h1"}
+_GRID = [(K, M) for K in (2, 4, 8) for M in (1, 4, 32)]
+_TITLES = {"fast": "Normalised throughput", "slow": "Normalised throughput over slow links"}
+# Huang et al., 2019, "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism". Table 2, for K and M, that of K = 2
+# and M = 1 being 1; table 3, without fast links and for M = 32, that of K = 2 being 1.
+_PUBLISHED = {
+    ("AmoebaNet-D", "fast"): dict(zip(_GRID, (1.0, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48), strict=True)),
+    ("Transformer", "fast"): dict(zip(_GRID, (1.0, 1.7, 1.8, 1.07, 3.2, 3.4, 1.3, 4.8, 6.3), strict=True)),
+    ("AmoebaNet-D", "slow"): {(2, 32): 1.0, (4, 32): 1.7, (8, 32): 2.7},
+    ("Transformer", "slow"): {(2, 32): 1.0, (4, 32): 1.8, (8, 32): 3.3},
+}
 
 
 def run(
@@ -63,79 +70,59 @@ def run(
         progress(f"counting {name}")
         profile = make()
         for links, used in (("fast", parts), ("slow", [max(parts)]))[: 2 if slow else 1]:
+            operations = sum(layer.forward.median for layer in profile.layers) * OPERATIONS_PER_SECOND
+            hop = teraflops * 1e12 / operations / (bandwidth * 1e9) if links == "slow" else 0.0
+            places = {f"{by} {K} {M}": (by, (K, M)) for by, K, M in itertools.product(_SCHEDULES, counts, used)}
             with contextlib.ExitStack() as stack:
-                contestants: dict[str, Contestant] = {}
-                for by, K, M in itertools.product(_SCHEDULES, counts, used):
-                    hop = _hop(profile, K, bandwidth, teraflops) if links == "slow" else 0.0
-                    pipe = stack.enter_context(_pipeline(profile, _SCHEDULES[by], K, M, milliseconds / 1000, hop))
-                    contestants[f"{by} {K} {M}"] = _stepping(pipe, M)
+                made = partial(_stepping, stack, profile, seconds=milliseconds / 1000, hop=hop)
+                contestants = {key: made(*place) for key, place in places.items()}
                 seconds = take_turns(contestants, rounds, within(progress, f"{name}, {links} links"))
-            for key, values in seconds.items():
-                by, *sizes = key.split()
-                row = {"model": name, "links": links, "by": by, "rounds": values}
-                rows.append(row | dict(zip(("devices", "microbatches"), map(int, sizes), strict=True)))
-    progress("")
+            for key, (by, (K, M)) in places.items():
+                row = {"model": name, "links": links, "by": by, "rounds": seconds[key]}
+                rows.append({**row, "devices": K, "microbatches": M})
     return {"rows": rows}
 
 
-def _cut(profile: Profile, devices: int) -> tuple[list[float], list[int]]:
-    """The share of the work of each stage, and where stages end."""
+def _stepping(
+    stack: contextlib.ExitStack, profile: Profile, by: str, sizes: tuple[int, int], seconds: float, hop: float
+) -> Contestant:
+    """Emulated stages, each recomputed; `seconds` is what all forwards of a minibatch take together, and `hop` what a
+    link takes for a byte, as a share of that, or 0.
+    """
+    devices, microbatches = sizes
     work = [layer.forward.median for layer in profile.layers]
     counts = balanced(work, devices)
-    ends = list(itertools.accumulate(counts))
-    shares = [sum(work[end - count : end]) / sum(work) for end, count in zip(ends, counts, strict=True)]
-    return shares, ends
-
-
-def _hop(profile: Profile, devices: int, bandwidth: float, teraflops: float) -> float:
-    """What the largest message between stages takes, as a share of the forward of the whole model."""
-    _, ends = _cut(profile, devices)
+    ends, part = list(itertools.accumulate(counts)), seconds / microbatches
+    times = [part * sum(work[end - count : end]) / sum(work) for end, count in zip(ends, counts, strict=True)]
+    model = emulated(by, [(1e3 * each,) * 3 for each in times])
     largest = max(profile.layers[end - 1].boundary for end in ends[:-1])
-    operations = sum(layer.forward.median for layer in profile.layers) * OPERATIONS_PER_SECOND
-    return (largest / (bandwidth * 1e9)) / (operations / (teraflops * 1e12))
-
-
-def _pipeline(profile: Profile, recipe: str, devices: int, microbatches: int, seconds: float, hop: float) -> Pipeline:
-    """Emulated stages, each recomputed; `seconds` is what all forwards of a minibatch take together."""
-    each = [share * seconds / microbatches for share in _cut(profile, devices)[0]]
-    stages = [Emulated(forward=time, input_grad=time, weight_grad=time) for time in each]
-    world = late(["cpu"] * devices, hop * seconds / microbatches, one_by_one=True)
-    sizes: Any = {"microbatches": microbatches, "partition": [1] * devices, "remat": "stage", "loss": _first}
-    return Pipeline(nn.Sequential(*stages), devices=world if hop else ["cpu"] * devices, schedule=recipe, **sizes)
-
-
-def _stepping(pipe: Pipeline, microbatches: int) -> Contestant:
-    inputs = torch.linspace(-1.0, 1.0, microbatches).view(microbatches, 1).requires_grad_()
-    target = torch.zeros(microbatches, 1)
+    world: Any = late(["cpu"] * devices, hop * largest * part, one_by_one=True) if hop else ["cpu"] * devices
+    made: Any = {"devices": world, "schedule": _SCHEDULES[by], "microbatches": microbatches, "remat": "stage"}
+    pipe = stack.enter_context(Pipeline(model.layers, partition=[1] * devices, loss=model.loss, **made))
+    step = partial(pipe.step, *model.batch(microbatches))
     with on_one_core():
-        pipe.step(inputs, target)
-    return timed(lambda: pipe.step(inputs, target))
-
-
-def _first(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return outputs.sum()
+        step()
+    return timed(step)
 
 
 def told(found: Found) -> Told:
     """The throughput of every row, as table 2 has it, and table 3 where it was measured."""
-    grids: dict[tuple[str, str], dict[tuple[int, int], dict[str, Any]]] = {}
-    figures = []
+    grids: dict[str, list[dict[str, Any]]] = {links: [] for links in _TITLES}
+    figures, lines, unit = [], dict[Any, dict[str, Any]](), 1.0
     for row in found["rows"]:  # those of gpipe come first, and the first of them is 1
         model, links, by, K, M = (row[key] for key in ("model", "links", "by", "devices", "microbatches"))
-        grid = grids.setdefault((links, model), {})
-        line = grid.setdefault((K, M), {"model": model, "K": K, "M": M, "published": "-"})
-        line[by] = row["rounds"]
-        theirs = published.THROUGHPUT[model].get((K, M)) if links == "fast" else published.SLOW_LINKS[model].get(K)
-        line |= {} if theirs is None else {"published": f"{theirs:g}"}
-        unit = median(grid[min(grid)]["gpipe"])
+        if (model, links) not in {place[:2] for place in lines}:
+            unit = median(row["rounds"])
+        if (place := (model, links, K, M)) not in lines:
+            theirs = _PUBLISHED[model, links].get((K, M if links == "fast" else 32))
+            lines[place] = {"model": model, "K": K, "M": M, "published": "-" if theirs is None else f"{theirs:g}"}
+            grids[links].append(lines[place])
         name = f"{model}, {links} links, K = {K}, M = {M}, {by}"
         figures.append(of_rounds(name, [unit / each for each in row["rounds"]], "x", "more"))
-        line[f"{by} throughput"] = f"{unit / median(row['rounds']):.2f}"
+        lines[place][by] = f"{unit / median(row['rounds']):.2f}"
     note = "gpipe and ours: emulated devices. The first of each model is 1, ours is normalised by gpipe's."
-    columns = "model | K | M | gpipe=gpipe throughput | ours=ours throughput | published"
-    titles = {"fast": "Normalised throughput", "slow": "Normalised throughput over slow links"}
-    rows = {
-        links: [line for key, grid in grids.items() if key[0] == links for line in grid.values()] for links in titles
-    }
-    tables = [tabulated(titles[each], rows[each], columns, note=note, in_docs=True) for each in titles if rows[each]]
-    return Told(figures, tables)
+    columns = "model | K | M | gpipe | ours | published"
+    return Told(
+        figures,
+        [tabulated(_TITLES[each], rows, columns, note=note, in_docs=True) for each, rows in grids.items() if rows],
+    )

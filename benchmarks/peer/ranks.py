@@ -108,6 +108,7 @@ def compete(
             before = _in_use(contest)
             _send(lead, _step(contest, steps[at], times, before - held[at]))
             held[at] += _in_use(contest) - before  # of graphs, say
+            contest.tidy()
     except BaseException as error:
         when = time.perf_counter()
         traceback.print_exc()
@@ -150,6 +151,8 @@ def _in_use(contest: Contest) -> int:
 
 def _step(contest: Contest, step: Callable[[], object], times: int, others: int) -> Stepped:
     if contest.on_gpu:
+        step()  # takes the memory again that was left to the others
+        contest.settle()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     for _ in range(times):

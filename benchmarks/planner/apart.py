@@ -33,25 +33,9 @@ class Apart(OneProcess):
 
 def _apart(lane: Any, around: Around) -> Any:
     """A lane that is no longer one of those which share a memory."""
-    copying = _copying(lane, around)
-    if not isinstance(lane, CudaLane):
-        return _Apart(lane, copying)
-    lane.unpack = copying  # type: ignore[assignment, method-assign]
-    return lane
-
-
-class _Apart:
-    def __init__(self, lane: Lane, unpack: Callable[[Parcel], Any]) -> None:
-        self._lane, self.unpack = lane, unpack
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
-
-
-def _copying(lane: Lane, around: Around) -> Callable[[Parcel], Any]:
     unpack = lane.unpack
 
-    def run(parcel: Parcel) -> Any:
+    def copying(parcel: Parcel) -> Any:
         with around():
             sent = mb.flatten(parcel.tree)[0]
             tensors, shape = mb.flatten(unpack(parcel))
@@ -61,7 +45,18 @@ def _copying(lane: Lane, around: Around) -> Callable[[Parcel], Any]:
             ]
             return mb.unflatten(made, shape)
 
-    return run
+    if not isinstance(lane, CudaLane):
+        return _Apart(lane, copying)
+    lane.unpack = copying  # type: ignore[method-assign]
+    return lane
+
+
+class _Apart:
+    def __init__(self, lane: Lane, unpack: Callable[[Parcel], Any]) -> None:
+        self._lane, self.unpack = lane, unpack
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
 
 
 class LateChannels:

@@ -88,14 +88,8 @@ def _row(subject: Subject, plan: Plan, gpu: str, lost: int) -> dict[str, Any]:
         ran = _run(subject, plan, gpu, limit) is not None
         # Devices of one GPU may run in less than devices of their own need: not all have their peaks at once.
         tries.append({"kind": kind, "share": share, "ran": ran, "fits": ran and free["peaks"] <= limit})
-    return {
-        **subjects.told(subject, plan),
-        "predicted": predicted,
-        "predicted_live": live,
-        **free,
-        "difference": live / free["peaks"] - 1,
-        "tries": tries,
-    }
+    found = {"predicted": predicted, "predicted_live": live, "difference": live / free["peaks"] - 1, "tries": tries}
+    return {**subjects.told(subject, plan), **found, **free}
 
 
 def _run(
@@ -169,15 +163,11 @@ def table(found: Mapping[str, Any]) -> Table:
     failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
     roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
     right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
-    columns = f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3"
-    columns += (
-        " | =difference:+% | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
+    columns = (
+        f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3 | =difference:+%"
     )
-    return tabulated(
-        f"fit\n{found['device']}: {len(tries)} limits around what is predicted",
-        rows,
-        columns,
-        f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
-        f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}",
-        left=2,
-    )
+    columns += " | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
+    verdict = f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
+    verdict += f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}"
+    title = f"fit\n{found['device']}: {len(tries)} limits around what is predicted"
+    return tabulated(title, rows, columns, verdict, left=2)

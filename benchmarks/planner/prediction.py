@@ -6,8 +6,7 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.planner import subjects
@@ -60,31 +59,23 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
     rows: list[dict[str, Any]] = []
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
+        # Layers are measured anew in each: on real processors, what the same work takes changes from minute to minute.
         sessions = 1 if subject.emulated else _SESSIONS
         profile = subject.profile("cpu", devices, seconds / sessions)
         plans = plans_for(profile, devices, wanted)
         held = [None if subject.emulated else sum(peaks_of(subject, plan)) for plan in plans]
-        more = (subject.profile("cpu", devices, seconds / sessions) for _ in range(sessions - 1))
-        pairs = _steps(subject, plans, itertools.chain([profile], more), max(1, rounds // sessions), progress)
+        pairs: list[list[tuple[float, float]]] = [[] for _ in plans]  # for each session, predicted and measured
+        with contextlib.ExitStack() as stack:
+            titles = [f"{subject.name}, {plan.title} ({number})" for number, plan in enumerate(plans)]
+            contestants = {title: subject.contestant(stack, plan) for title, plan in zip(titles, plans, strict=True)}
+            for session in range(sessions):
+                if session:
+                    profile = subject.profile("cpu", devices, seconds / sessions)
+                taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
+                for mine, plan, values in zip(pairs, plans, taken.values(), strict=True):
+                    mine.append((_predicted(plan, profile), median(values)))
         rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
     return {"rows": rows}
-
-
-def _steps(
-    subject: Subject, plans: Sequence[Plan], profiles: Iterator[Profile], rounds: int, progress: Progress
-) -> list[list[tuple[float, float]]]:
-    """For each plan and session what was predicted and what was measured. The layers are measured anew in each: on real
-    processors, what the same work takes changes from minute to minute.
-    """
-    found: list[list[tuple[float, float]]] = [[] for _ in plans]
-    with contextlib.ExitStack() as stack:
-        names = [f"{subject.name}, {plan.title} ({number})" for number, plan in enumerate(plans)]
-        contestants = {name: subject.contestant(stack, plan) for name, plan in zip(names, plans, strict=True)}
-        for session, profile in enumerate(profiles):
-            taken = take_turns(contestants, rounds, progress, warmup=1 if session else 2)
-            for mine, plan, values in zip(found, plans, taken.values(), strict=True):
-                mine.append((_predicted(plan, profile), median(values)))
-    return found
 
 
 def _predicted(plan: Plan, profile: Profile) -> float:
@@ -132,16 +123,10 @@ def peaks_of(subject: Subject, plan: Plan) -> list[int]:
 def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], live: int | None) -> dict[str, Any]:
     predicted, measured = median([one for one, _ in pairs]), median([other for _, other in pairs])
     held = None if live is None else sum(held.activations + held.buffers + held.workspace for held in plan.memory)
-    return {
-        **subjects.told(subject, plan),
-        "predicted": predicted,
-        "measured": measured,
-        "difference": median([one / other for one, other in pairs]) - 1,
-        "predicted_bytes": held,
-        "measured_bytes": live,
-        "bytes_difference": held / live - 1 if held is not None and live is not None else None,
-        "sessions": list(pairs),
-    }
+    off = median([one / other for one, other in pairs]) - 1
+    times = {"predicted": predicted, "measured": measured, "difference": off, "sessions": list(pairs)}
+    sizes = {"predicted_bytes": held, "measured_bytes": live, "bytes_difference": held and live and held / live - 1}
+    return {**subjects.told(subject, plan), **times, **sizes}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

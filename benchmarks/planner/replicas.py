@@ -19,10 +19,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
@@ -49,37 +48,27 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """What was planned, and the predicted and the measured time of a minibatch in the steady state."""
-    made = planned(devices, milliseconds / 1000)
-    contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing(made))
+    profile, made = planned(devices, milliseconds / 1000)
+    crossing = profile.layers[made.partition[0] - 1].boundary // 4  # floats, from the first stage to the next
+    contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing)
     progress(f"starting {devices} ranks")
     with Peer(contest, ["replicas"], "replicas") as ranks:
         if ranks.refused:
             raise AssertionError(ranks.refused)
-        seconds = take_turns({str(made.found): lambda: ranks.step("replicas")}, rounds, progress)[str(made.found)]
-    measured = [each / measured_minibatches(made.found) for each in seconds]
-    return {
-        "plan": str(made.found),
-        "partition": list(made.found.partition),
-        "replicas": list(made.found.replicas),
-        "predicted": made.found.seconds,
-        "seconds": median(measured),
-        "ratio": median(measured) / made.found.seconds,
-        "rounds": measured,
-    }
+        seconds = take_turns({str(made): lambda: ranks.step("replicas")}, rounds, progress)[str(made)]
+    measured, predicted = [each / measured_minibatches(made) for each in seconds], made.seconds
+    plan = {"plan": str(made), "partition": list(made.partition), "replicas": list(made.replicas)}
+    found = {"seconds": median(measured), "ratio": median(measured) / predicted, "rounds": measured}
+    return {**plan, "predicted": predicted, **found}
 
 
-class PlannedVgg(NamedTuple):
-    """A profile in which a minibatch takes as long as it was asked to, and its stages and replicas."""
-
-    profile: Profile
-    found: Replication
-
-
-def planned(devices: int, seconds: float) -> PlannedVgg:
-    """For so many devices, `seconds` for a minibatch; the same on every rank."""
+def planned(devices: int, seconds: float) -> tuple[Profile, Replication]:
+    """A profile in which a minibatch takes so many seconds on so many devices, and its stages and replicas; the same on
+    every rank.
+    """
     slow = replicate(vgg16(), devices).seconds
     profile = vgg16(slow / seconds)
-    return PlannedVgg(profile, replicate(profile, devices))
+    return profile, replicate(profile, devices)
 
 
 def vgg16(faster: float = 1.0) -> Profile:
@@ -113,57 +102,40 @@ def measured_minibatches(found: Replication) -> int:
     return -(-_AT_LEAST // group) * group
 
 
-def stepping(made: PlannedVgg, pipe: Pipeline) -> Callable[[], Span]:
-    """Goes on with a stream until devices are busy, and then for a while, which is the span."""
-    inputs, target = torch.zeros(1, crossing(made), requires_grad=True), torch.zeros(1)
-    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat((inputs, target)))
+def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+    """What a rank runs: it goes on with a stream until devices are busy, and then for a while, which is the span. All
+    layers hand on what crosses between the first two stages.
+    """
+    torch.manual_seed(0)  # every rank makes the same weights
+    profile, made = planned(contest.devices, contest.seconds)
+    layers = []
+    for each in profile.layers:
+        times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
+        layers.append(Emulated(**times, size=contest.size, weights=each.parameters // 4))
+    mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
+    pipe = Pipeline(layers, mesh=mesh, schedule=made, loss=contest.loss)
+    batch = torch.zeros(1, contest.size, requires_grad=True), torch.zeros(1)
+    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat(batch))
 
     def run() -> Span:
-        for _ in range(4 * max(made.found.replicas) + made.found.num_devices):
+        for _ in range(4 * max(made.replicas) + made.num_devices):
             next(results)
         start = time.perf_counter()
-        for _ in range(measured_minibatches(made.found)):
+        for _ in range(measured_minibatches(made)):
             next(results)
         return Span(start, time.perf_counter())
 
-    return run
-
-
-def crossing(made: PlannedVgg) -> int:
-    """Floats that cross from the first stage to the next."""
-    return made.profile.layers[made.found.partition[0] - 1].boundary // 4
-
-
-def model(made: PlannedVgg) -> nn.Sequential:
-    """All layers hand on what crosses between the first two stages."""
-    layers = []
-    for each in made.profile.layers:
-        times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
-        layers.append(Emulated(**times, size=crossing(made), weights=each.parameters // 4))
-    return nn.Sequential(*layers)
-
-
-def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
-    """What a rank runs: a call that trains for a while."""
-    torch.manual_seed(0)  # every rank makes the same weights
-    made = planned(contest.devices, contest.seconds)
-    mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
-    pipe = Pipeline(model(made), mesh=mesh, schedule=made.found, loss=contest.loss)
-    return pipe.schedule.text(), stepping(made, pipe)
+    return pipe.schedule.text(), run
 
 
 def told(found: Found) -> Told:
     """The plan, and how long a minibatch was to take, and took."""
-    stages = enumerate(zip(found["partition"], found["replicas"], strict=True))
-    rows = [
-        {"stage": number, "layers": layers, "replicas": count, "each": f"every {count}." if count > 1 else "every one"}
-        for number, (layers, count) in stages
-    ]
+    rows = []
+    for number, (layers, count) in enumerate(zip(found["partition"], found["replicas"], strict=True)):
+        each = f"every {count}." if count > 1 else "every one"
+        rows.append({"stage": number, "layers": layers, "replicas": count, "each": each})
     off = [seconds / found["predicted"] - 1 for seconds in found["rounds"]]
-    title = (
-        f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of "
-        f"{len(found['rounds'])}"
-    )
+    title = f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of {len(off)}"
     seconds, predicted, more = cell(found["seconds"], "ms"), cell(found["predicted"], "ms"), cell(median(off), "%")
     verdict = f"a minibatch takes {seconds}, predicted {predicted}: {more} more"
     name = f"measured to predicted minibatch, {found['plan']}"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.runner.parameters import check_width
 from benchmarks.runner.rounds import Contestant, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
@@ -106,14 +107,17 @@ def emulated(name: str, milliseconds: Sequence[tuple[float, float, float]]) -> S
 # -- real -----------------------------------------------------------------------------------------------------------
 
 
-def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 48, samples: int = 2) -> Subject:
+def small_gpt(
+    width: int = 96, depth: int = 4, vocab: int = 256, length: int = 48, samples: int = 2, heads: int = 4, **more: Any
+) -> Subject:
     """Its embedding and head grow with the vocabulary, and unbalance it."""
+    check_width(width, heads)
 
     def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
         ids = torch.randint(vocab, (count, length + 1), generator=chance)
         return ids[:, :-1], ids[:, 1:]
 
-    model = gpt(vocab=vocab, width=width, depth=depth, context=length)
+    model = gpt(vocab=vocab, width=width, depth=depth, heads=heads, context=length, **more)
     return Subject(f"gpt, vocabulary {vocab:,}", list(model), next_token_loss, data, samples)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import BENCHMARKS, benchmark_module
-from benchmarks.runner.parameters import PROGRAM, check_names, command_of, make_parser, parsed
+from benchmarks.runner.parameters import PROGRAM, check_names, make_parser, parsed
 from gapless.cli import exit_code, options, terminal
 from gapless.cli.output import asked
 from gapless.cli.terminal import parse
 from gapless.errors import ConfigError
 
+_ABOUT = "Measure schedules against their bound, and gapless against its peers.\n\nbenchmarks; each has its own --help:"
 _ALL = "every benchmark that can run here, as one page; says what got slower"
 
 
@@ -28,11 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     known = BENCHMARKS | {"all": _ALL}
     listed = "".join(f"\n  {name:<10}  {about}" for name, about in known.items())
-    about = (
-        "Measure schedules against their bound, and gapless against its peers.\n\nbenchmarks; each has its own --help:"
-    )
-    example = f"\n\nexample: {PROGRAM} emulated --devices 8 --microbatches 16"
-    parser = make_parser("", about + listed + example)
+    parser = make_parser("", f"{_ABOUT}{listed}\n\nexample: {PROGRAM} emulated --devices 8 --microbatches 16")
     parser.add_argument("name", nargs="?", metavar="NAME", choices=[*known], help="one of the benchmarks")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
     arguments = parse(parser, words, parser)
@@ -45,21 +42,18 @@ def _run(words: list[str]) -> int:
 def _one(name: str, words: list[str]) -> int:
     given, as_json = parsed(name, words)
     options.refuse_ranks(PROGRAM)
-    benchmark = benchmark_module(name)
+    from benchmarks.runner.outcome import measured, outcome
+
     try:
-        found = benchmark.run(**given, progress=terminal.show_progress)
+        found = measured(name, given, terminal.show_progress)
     finally:
         terminal.show_progress("")
-    shown = {option: str(value) if isinstance(value, Path) else value for option, value in given.items()}
-    found = {"benchmark": name, **shown, **found}
     if isinstance(as_json, str):
-        from benchmarks.runner import outcome, suite
-
-        outcome.outcome(name, command_of(name, given), suite.plain(name, given, found)).write(Path(as_json))
+        outcome(name, given, found).write(Path(as_json))
     if as_json is True:
         terminal.print_json(found)
     else:
-        terminal.say(benchmark.told(found).text)
+        terminal.say(benchmark_module(name).told(found).text)
     return 0
 
 
@@ -69,7 +63,7 @@ def _one(name: str, words: list[str]) -> int:
 def _all(words: list[str]) -> int:
     """0 if all is done, 130 if it was stopped; what was done is kept either way."""
     arguments = _parsed(words)
-    from benchmarks.runner import suite
+    from benchmarks.runner import outcome, suite, summary_page
 
     options.refuse_ranks(f"{PROGRAM} all")
     if arguments.compare and not Path(arguments.compare).is_dir():
@@ -91,7 +85,13 @@ def _all(words: list[str]) -> int:
     finally:
         terminal.show_progress("")
     outcomes = suite.stored(folder)
-    _tell(arguments, f"{earlier}", before, outcomes, len(keys) - len(outcomes))
+    slower = None if before is None else outcome.slower(before, outcomes)
+    if slower is not None:
+        terminal.say("\n  ".join([slower.verdict(f"{earlier}"), *slower.worse]))
+    if arguments.html:
+        page = summary_page.render(outcomes, slower, quick=arguments.quick, missing=len(keys) - len(outcomes))
+        Path(arguments.html).write_text(page, "utf-8")
+        terminal.say(f"the page is {arguments.html}")
     terminal.say(f"the results are in {folder}")
     if stopped:
         told = f"stopped: {len(outcomes)} of {len(keys)} parts are in {folder}; the same command goes on"
@@ -116,16 +116,3 @@ def _say_done(key: str, outcome: Any) -> None:
     terminal.show_progress("")
     terminal.say(f"{key}: left out, {outcome.skipped}" if outcome.skipped else f"{key}: done")
     terminal.flush()
-
-
-def _tell(arguments: argparse.Namespace, earlier: str, before: Any, outcomes: Any, missing: int) -> None:
-    """What got slower, and the page."""
-    from benchmarks.runner import outcome, summary_page
-
-    found = None if before is None else outcome.slower(before, outcomes)
-    if found is not None:
-        terminal.say("\n  ".join([found.verdict(earlier), *map(str, found.worse)]))
-    if arguments.html:
-        page = summary_page.render(outcomes, found, quick=arguments.quick, missing=missing)
-        Path(arguments.html).write_text(page, "utf-8")
-        terminal.say(f"the page is {arguments.html}")

@@ -16,7 +16,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import benchmark_module
-from benchmarks.runner.rounds import write_whole
+from benchmarks.runner.parameters import command_of
+from benchmarks.runner.rounds import Progress, write_whole
 from benchmarks.runner.told import Figure, Table, Told
 from gapless._version import __version__
 from gapless.errors import ConfigError
@@ -53,14 +54,23 @@ class Outcome:
         write_whole(file, {"schema": SCHEMA, **asdict(self)})
 
 
-def outcome(name: str, command: str, found: Mapping[str, Any] | None, skipped: str = "") -> Outcome:
-    """Of what the benchmark's `run` returned, with its options; here and now."""
+def measured(name: str, given: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Options and findings of a benchmark together, as JSON has them."""
+    found: dict[str, Any] = {"benchmark": name, **given, **benchmark_module(name).run(**given, progress=progress)}
+    return found | {option: str(value) for option, value in given.items() if isinstance(value, Path)}
+
+
+def outcome(name: str, given: Mapping[str, Any], found: Mapping[str, Any] | None, skipped: str = "") -> Outcome:
+    """Of what was measured with these options, here and now; where files were written is not a part of it."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    made = Outcome(name, command_of(name, given), date, environment(), skipped=skipped)
     if found is None:
-        return Outcome(name, command, date, environment(), skipped=skipped)
-    told: Told = benchmark_module(name).told(found)
+        return made
+    files = {option: None for option, value in given.items() if isinstance(value, Path)}
+    plain = json.loads(json.dumps({**found, **files}))
+    told: Told = benchmark_module(name).told(plain)
     tables = [table for table in told.tables if table.in_docs]
-    return Outcome(name, command, date, environment(), told.figures, tables, told.text, found)
+    return replace(made, figures=told.figures, tables=tables, report=told.text, found=plain)
 
 
 def read(file: Path) -> Outcome:
@@ -108,22 +118,12 @@ def _processor() -> str:
 # -- what got slower since an earlier run ------------------------------------------------------------------------------
 
 
-class Slower(NamedTuple):
-    """One figure, before and now."""
-
-    part: str
-    before: Figure
-    now: Figure
-
-    def __str__(self) -> str:
-        was, now = (f"{each} ({each.between})" for each in (self.before, self.now))
-        return f"{self.part}, {self.now.name}: {now}, it was {was}"
-
-
 class Comparison(NamedTuple):
-    """What got slower, out of how many figures that were compared; and how many could not be, by the reason why."""
+    """What got slower, a line each, out of how many figures that were compared; and how many could not be, by the
+    reason why.
+    """
 
-    worse: Sequence[Slower]
+    worse: Sequence[str]
     compared: int
     apart: Mapping[str, int]
 
@@ -146,7 +146,7 @@ class Comparison(NamedTuple):
 
 def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Comparison:
     """By more than the rounds spread: their intervals do not overlap. Only what ran alike on the same processor."""
-    worse, compared, apart = list[Slower](), 0, Counter[str]()
+    worse, compared, apart = list[str](), 0, Counter[str]()
     for part, outcome in now.items():
         earlier = before.get(part)
         known = {figure.name: figure for figure in earlier.figures} if earlier else {}
@@ -154,9 +154,7 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
             was = known.get(figure.name)
             if earlier is None or earlier.skipped:
                 apart["the part was not run before"] += 1
-            elif any(
-                earlier.environment.get(name) != outcome.environment.get(name) for name in ("cpu", "cores", "gpu")
-            ):
+            elif any(earlier.environment.get(of) != outcome.environment.get(of) for of in ("cpu", "cores", "gpu")):
                 apart["it ran on another machine"] += 1
             elif earlier.command != outcome.command:
                 apart["it ran with other options"] += 1
@@ -165,7 +163,8 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
             else:
                 compared += 1
                 if _worse(was, figure):
-                    worse.append(Slower(part, was, figure))
+                    there, here = (f"{each} ({each.between})" for each in (was, figure))
+                    worse.append(f"{part}, {figure.name}: {here}, it was {there}")
     return Comparison(worse, compared, apart)
 
 

@@ -12,7 +12,6 @@ benchmarks have are here.
 import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
@@ -26,12 +25,20 @@ PROGRAM = "python -m benchmarks"
 _LETTERS = {"devices": "K", "microbatches": "M"}
 
 
-@dataclass(frozen=True)
-class Between:
-    """The least and the greatest value that an option takes."""
+class Between(NamedTuple):
+    """Reads a number between the least and the greatest that an option takes."""
 
     least: float
     most: float
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not self.least <= value <= self.most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {self.least:g} to {self.most:,g}")
+        return value
 
 
 Devices = Annotated[int, "devices"]
@@ -86,7 +93,7 @@ def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | 
     given = vars(parse(parser, words, parser))
     as_json = given.pop("json")
     for option, value in given.items():
-        for check in filter(callable, parameters[option].notes):
+        for check in (each for each in parameters[option].notes if callable(each) and not isinstance(each, Between)):
             for each in value if isinstance(value, tuple) else [value]:
                 check(each)
     return given, as_json
@@ -108,33 +115,18 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
     letter = _LETTERS.get(name)
     kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
         int: (_count, letter or "N"),
-        float: (_number(*(note for note in notes if isinstance(note, Between))), "X"),
+        float: (notes[0] if notes else float, "X"),
         str: (str, "NAME"),
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
         Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
     }
-    asked.add_values(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
+    asked.add_options(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 1_000_000 or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1,000,000")
     return int(text)
-
-
-def _number(range_: Between | None = None) -> Callable[[str], float]:
-    range_ = range_ or Between(0, 0)
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not range_.least <= value <= range_.most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {range_.least:g} to {range_.most:,g}")
-        return value
-
-    return read
 
 
 def command_of(benchmark: str, options: Mapping[str, Any]) -> str:

@@ -40,16 +40,18 @@ def within(progress: Progress, at: str) -> Progress:
 
 
 def take_turns(
-    contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent, warmup: int = 1
+    contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent, warmup: int = 1, steps: int = 1
 ) -> Taken:
-    """The seconds of each contestant; warm-up rounds come first and do not count. Without those that gave up."""
+    """The seconds of each contestant, without those that gave up; warm-up rounds come first and do not count. A round
+    is the median of its steps: one that something else on this machine has disturbed does not count.
+    """
     seconds: Taken = {name: [] for name in contestants}
     for number in range(-warmup, rounds):
         names = list(seconds)
         for name in names if number % 2 == 0 else reversed(names):
             progress(f"round {number + 1} of {rounds}: {name}" if number >= 0 else f"warm-up: {name}")
             try:
-                taken = contestants[name]()
+                taken = median([contestants[name]() for _ in range(steps)])
             except GaveUpError:
                 del seconds[name]
                 continue
@@ -69,16 +71,6 @@ def timed(work: Callable[[], object], times: int = 1) -> Contestant:
         return (time.perf_counter() - start) / times
 
     return run
-
-
-def finals(
-    contestants: Mapping[str, Contestant], seeded: Sequence[str], finalists: int, rounds: int, progress: Progress
-) -> tuple[Taken, Taken]:
-    """The seconds of all, which run twice; then those of the seeded ones and the quickest few, which run for longer."""
-    first = take_turns(contestants, 2, progress)
-    quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
-    last = {name: contestants[name] for name in dict.fromkeys([*seeded, *quickest])}
-    return first, take_turns(last, rounds, progress, warmup=0)
 
 
 def fight(

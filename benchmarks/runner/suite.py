@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import benchmark_module
-from benchmarks.runner.outcome import Outcome, environment, outcome, read
-from benchmarks.runner.parameters import command_of, parsed
+from benchmarks.runner.outcome import Outcome, environment, measured, outcome, read
+from benchmarks.runner.parameters import parsed
 from benchmarks.runner.rounds import Progress, within, write_whole
 from gapless.errors import ConfigError, GaplessError
 
@@ -54,23 +53,6 @@ ENTRIES: Mapping[str, Entry] = {
     "gpu": Entry("gpu", "--rounds 2"),
     "plan-fit": Entry("plan", "--fit", "--fit"),
 }
-
-
-def measured(benchmark: str, given: Mapping[str, Any], progress: Progress) -> Outcome:
-    """Run it. One that can't run here says why in its outcome."""
-    told = command_of(benchmark, given)
-    try:
-        found = benchmark_module(benchmark).run(**given, progress=progress)
-    except GaplessError as error:
-        return outcome(benchmark, told, None, str(error))
-    return outcome(benchmark, told, plain(benchmark, given, found))
-
-
-def plain(benchmark: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Options and findings together, as JSON has them; where files were written is not a part of it."""
-    files = {option: None for option, value in given.items() if isinstance(value, Path)}
-    made: dict[str, Any] = json.loads(json.dumps({"benchmark": benchmark, **given, **found, **files}, default=str))
-    return made
 
 
 class Runs:
@@ -127,11 +109,11 @@ def stored(run: Path) -> dict[str, Outcome]:
 
 def run_all(
     run: Path, keys: Sequence[str], *, quick: bool, progress: Progress, done: Callable[[str, Outcome], None]
-) -> dict[str, Outcome]:
+) -> None:
     """All parts that are not stored yet, one after another; each is stored as soon as it is there."""
-    found = {key: each for key, each in stored(run).items() if key in keys}
+    there = stored(run)
     for number, key in enumerate(keys):
-        if key in found:
+        if key in there:
             continue
         entry = ENTRIES[key]
         at = f"[{number + 1} of {len(keys)}] {key}"
@@ -139,8 +121,9 @@ def run_all(
         given, _ = parsed(entry.benchmark, (entry.quick if quick else entry.words).split())
         if "keep" in given:  # so that it goes on in the middle
             given["keep"] = run / f"{key}.part"
-        made = measured(entry.benchmark, given, within(progress, at))
+        try:
+            made = outcome(entry.benchmark, given, measured(entry.benchmark, given, within(progress, at)))
+        except GaplessError as error:  # it can't run here
+            made = outcome(entry.benchmark, given, None, str(error))
         made.write(run / f"{key}.json")
-        found[key] = made
         done(key, made)
-    return {key: found[key] for key in keys}

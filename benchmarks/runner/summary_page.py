@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import BENCHMARKS
 from benchmarks.runner.outcome import Comparison, Outcome
 from benchmarks.runner.told import Figure
-from gapless.view.template import filled, hash_of, source
+from gapless.view.template import filled, policy, source
 
 _WIDTH, _ROW, _VALUE = 440, 40, 76  # of a chart, of a bar with its name, and of the value behind the longest bar
 
@@ -18,9 +18,8 @@ _WIDTH, _ROW, _VALUE = 440, 40, 76  # of a chart, of a bar with its name, and of
 def render(outcomes: Mapping[str, Outcome], found: Comparison | None, *, quick: bool, missing: int = 0) -> str:
     """The page as text. `found` is None where there is nothing to compare with; `missing` parts were not run yet."""
     style = source("curves.css") + source("summary_page.css", "benchmarks.runner")
-    policy = f"default-src 'none'; style-src 'sha256-{hash_of(style)}'; base-uri 'none'; form-action 'none'"
     told: Any = {"outcomes": list(outcomes.items()), "found": found, "quick": quick, "missing": missing}
-    more = {"about": BENCHMARKS, "charts": charts, "style": style, "policy": policy}
+    more = {"about": BENCHMARKS, "charts": charts, "style": style, "policy": policy(style)}
     return filled("summary_page.html", "benchmarks.runner", **told, **more)
 
 

@@ -138,10 +138,10 @@ class Told:
 
 
 def told_duel(title: str, found: Mapping[str, Any], *figures: Figure, ours: str = "gapless") -> Told:
-    """Of what `fight` found: the seconds of both, then the figures."""
+    """Of what `fight` found: the seconds of both, then the figures. The title has places for what was found."""
     rows = [
         (ours if by == "gapless" else by, f"{1000 * median(values):.2f} ms", "per step")
         for by, values in found["rounds"].items()
     ]
     rows += [(each.name, str(each), f"median of the rounds; meant: {each.meant}") for each in figures]
-    return Told(figures, [Table(title, ("", "median", ""), rows)])
+    return Told(figures, [Table(title.format_map(found), ("", "median", ""), rows)])

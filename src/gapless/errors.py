@@ -9,11 +9,11 @@ import typing
 _NOT_PLAIN = re.compile("[^ -~]")
 
 
-def printable(text: str, keep: str = "") -> str:
+def printable(text: object, keep: str = "") -> str:
     """The text without what a terminal acts on: escapes, other control characters and what turns the direction of
     writing are written out as Python does, `\\x1b` for one. A name from a file can't move the cursor, nor start a line.
     """
-    return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], text)
+    return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], str(text))
 
 
 def did_you_mean(word: str, known: collections.abc.Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
@@ -73,12 +73,18 @@ class ConfigError(GaplessError):
     """An option or a configuration with a value that makes no sense."""
 
 
+_LESS_MEMORY = (
+    "gapless: less memory is needed with more microbatches, schedule='1f1b', graphs=False, remat='stage' or "
+    "offload='activations'; pipe.memory() shows what holds it"
+)
 _RAISED = "gapless: raised "  # how a note of ours begins; others may have added notes too
 
 
 def note_place(error: BaseException, place: str) -> None:
-    """Adds where in the pipeline an error was raised, for its traceback to show."""
+    """Adds where in the pipeline an error was raised, for its traceback to show; and what takes less memory."""
     error.add_note(f"{_RAISED}{place}")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be loaded here
+        error.add_note(_LESS_MEMORY)
 
 
 def noted_place(error: BaseException) -> str:

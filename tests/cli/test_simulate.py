@@ -115,3 +115,16 @@ def test_what_waits_on_the_host_is_shown(gapless: Command) -> None:
         False,
         True,
     ]
+
+
+def test_a_recompute_takes_as_long_as_a_forward_unless_told(gapless: Command) -> None:
+    def makespan(options: str) -> float:
+        return float(json.loads(gapless(f"simulate 1f1b --remat late --forward 2 {options} --json")[1])["makespan"])
+
+    assert makespan("") == makespan("--recompute 2") > makespan("--recompute 0")
+
+
+def test_copies_that_take_no_time_are_told(gapless: Command) -> None:
+    assert "copies to the host take no time here" in gapless("simulate 1f1b --offload")[1]
+    assert "copies" not in gapless("simulate 1f1b --offload --host-bandwidth 2")[1]
+    assert "copies" not in gapless("simulate 1f1b")[1]

@@ -191,6 +191,14 @@ def planned_on_the_gpu(backend: str) -> None:
         assert pipe.step(X.cuda(), Y.cuda()).loss is not None
 
 
+def chooses_its_schedule(backend: TransportName) -> None:
+    """Two stages per GPU only where messages go through memory."""
+    for count, expected in ((8, "zb-v" if backend == "memory" else "1f1b"), (6, "1f1b")):
+        layers = [nn.Linear(4, 4) for _ in range(count)]
+        with gapless.Pipeline(layers, mesh=mesh_over(backend), loss=F.mse_loss, transport=backend) as pipe:
+            assert pipe.schedule.name == expected
+
+
 def trees_on_the_gpu(backend: TransportName) -> None:
     """Several tensors, integers, booleans, none, zero elements and other strides cross between ranks."""
     mesh = mesh_over(backend)

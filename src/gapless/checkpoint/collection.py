@@ -119,7 +119,7 @@ class Checkpoints:
         later = [each for each in saved_in(self.folder, after=step) if not each.fault]
         if later:
             raise CheckpointError(
-                f"{printable(str(self.folder))} has {later[-1].path.name}, and this is step {step}: continue from that "
+                f"{printable(self.folder)} has {later[-1].path.name}, and this is step {step}: continue from that "
                 "one with load, remove it, or save to another folder"
             )
 
@@ -187,7 +187,7 @@ class Checkpoints:
         self.wait()
         saved = self.saved
         if not saved:
-            raise CheckpointError(f"{printable(str(self.folder))} has no checkpoint to resume from: start a new run")
+            raise CheckpointError(f"{printable(self.folder)} has no checkpoint to resume from: start a new run")
         try:
             return self._trained.saveable().load(saved[-1].path, optimizer=optimizer, scheduler=scheduler)
         except CheckpointError as error:
@@ -228,7 +228,7 @@ class Checkpoints:
 
     def _check_open(self) -> None:
         if self._copies.closed:
-            raise CheckpointError(f"the checkpoints of {printable(str(self.folder))} are closed: make new ones")
+            raise CheckpointError(f"the checkpoints of {printable(self.folder)} are closed: make new ones")
 
     def close(self) -> None:
         """Waits for saves, and lets other processes save to the folder."""
@@ -266,5 +266,5 @@ def _held(folder: Path) -> HeldFolder:
         return held_soon(folder, _LOCK_WITHIN)
     except BlockingIOError:
         raise CheckpointError(
-            f"another process saves to {printable(str(folder))}: end it, or choose another folder for this run"
+            f"another process saves to {printable(folder)}: end it, or choose another folder for this run"
         ) from None

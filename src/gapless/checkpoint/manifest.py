@@ -113,17 +113,17 @@ def read_manifest(folder: Path) -> Manifest:
     """That of a folder. Whatever is wrong with it is a CheckpointError that names the file."""
     check_inside(folder)
     path = folder / NAME
-    shown = printable(str(path))
+    shown = printable(path)
     try:
         with open_inside(path) as file:
             data = file.read(_LARGEST + 1)
     except FileNotFoundError:
         if not folder.exists():
-            raise CheckpointError(f"there is no checkpoint {printable(str(folder))}") from None
-        raise CheckpointError(f"{printable(str(folder))} is no checkpoint: it has no {NAME}") from None
+            raise CheckpointError(f"there is no checkpoint {printable(folder)}") from None
+        raise CheckpointError(f"{printable(folder)} is no checkpoint: it has no {NAME}") from None
     except NotADirectoryError:
         raise CheckpointError(
-            f"{printable(str(folder))} is a file, and a checkpoint is a folder: if torch.save wrote a state_dict into "
+            f"{printable(folder)} is a file, and a checkpoint is a folder: if torch.save wrote a state_dict into "
             "it, use pipe.load_state_dict(torch.load(file))"
         ) from None
     except OSError as error:
@@ -207,7 +207,7 @@ def check_inside(folder: Path) -> None:
     """A link may lead to a checkpoint beside it, as `latest` does, and nowhere else."""
     if folder.is_symlink() and folder.resolve().parent != folder.parent.resolve():
         raise CheckpointError(
-            f"{printable(str(folder))} is a link out of its folder, to {printable(os.readlink(folder))}: name the "
+            f"{printable(folder)} is a link out of its folder, to {printable(os.readlink(folder))}: name the "
             "checkpoint itself"
         )
 
@@ -224,7 +224,7 @@ class UnreadableError(CheckpointError):
 
 def unread(path: Path, error: OSError) -> CheckpointError:
     """What to raise where a file of a checkpoint can't be read."""
-    said = f"{printable(str(path))} can't be read: {error.strerror}"
+    said = f"{printable(path)} can't be read: {error.strerror}"
     if error.errno in _NO_FILE:
         return CheckpointError(f"{said}; load an earlier checkpoint")
     return UnreadableError(f"{said}; it may be sound, so see to its permissions and its disk first")
@@ -246,7 +246,7 @@ def faults(folder: Path) -> Iterator[CheckpointError]:
         try:
             yield from map(CheckpointError, _damage(path, entry, sorted(parts[file])))
         except FileNotFoundError:
-            yield CheckpointError(f"{printable(str(path))} is missing")
+            yield CheckpointError(f"{printable(path)} is missing")
         except OSError as error:
             yield unread(path, error)
 
@@ -263,7 +263,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 def _damage(path: Path, entry: FileEntry, parts: Sequence[Bytes] = ()) -> Iterator[str]:
     """What is wrong with a file: its size, its header, and these parts of it, which follow the header in this order."""
-    shown = printable(str(path))
+    shown = printable(path)
     with open_inside(path) as file:
         if (size := os.fstat(file.fileno()).st_size) != entry.size:
             yield f"{shown} has {size:,} bytes, and should have {entry.size:,}"

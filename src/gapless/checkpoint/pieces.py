@@ -169,7 +169,7 @@ def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
                 while block:
                     if not (count := file.readinto(block)):
                         raise CheckpointError(
-                            f"{printable(str(path))} ends too early: it was cut off; load an earlier checkpoint"
+                            f"{printable(path)} ends too early: it was cut off; load an earlier checkpoint"
                         )
                     hashed.update(block[:count])
                     block = block[count:]
@@ -177,6 +177,5 @@ def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
         raise unread(path, error) from None
     if hashed.hexdigest() != piece.sha256:
         raise CheckpointError(
-            f"{printable(str(path))} is damaged: the hash of {printable(name)} does not match; load an earlier "
-            "checkpoint"
+            f"{printable(path)} is damaged: the hash of {printable(name)} does not match; load an earlier checkpoint"
         )

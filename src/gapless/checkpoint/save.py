@@ -128,11 +128,7 @@ def begin(
 
 
 def met(
-    gathering: Gathering,
-    doing: str,
-    folder: Path,
-    make: Callable[[], T],
-    same: Callable[[], Mapping[str, Any]] = dict,
+    gathering: Gathering, doing: str, folder: Path, make: Callable[[], T], same: Callable[[], Mapping[str, Any]] = dict
 ) -> list[T]:
     """What `make` returns on each rank, when all are well and have the `same`; otherwise all of them raise."""
     own, fault = None, None
@@ -158,15 +154,15 @@ def _words(fault: Exception, doing: str, folder: Path) -> str:
         return str(fault)
     if not isinstance(fault, OSError):
         return f"{type(fault).__name__}: {fault}"
-    path = printable(str(fault.filename or folder))
+    path = printable(fault.filename or folder)
     kept = "; an earlier checkpoint is as it was" if doing == "save" else ""
-    return f"can't {doing} {printable(str(folder))}: {path}: {fault.strerror or fault}{kept}"
+    return f"can't {doing} {printable(folder)}: {path}: {fault.strerror or fault}{kept}"
 
 
 def not_shared(folder: Path) -> str:
     """What a rank says that does not see what the first one has made."""
     return (
-        f"{printable(str(folder.absolute()))} on {socket.gethostname()} is not the folder that the first rank has: "
+        f"{printable(folder.absolute())} on {socket.gethostname()} is not the folder that the first rank has: "
         "save to a folder that all ranks share, such as one on a network file system"
     )
 
@@ -175,20 +171,20 @@ def folder_of(path: str | Path) -> Path:
     """As the user has written it, from the root."""
     folder = Path(os.path.abspath(path))
     if not folder.name:
-        raise CheckpointError(f"{printable(str(path))!r} is no name for a folder")
+        raise CheckpointError(f"{printable(path)!r} is no name for a folder")
     return folder
 
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
     """A folder to write to, beside the one it will be, after what may be replaced was looked at."""
     if folder.is_symlink():
-        raise CheckpointError(f"{printable(str(folder))} is a link: save to another name, or to what it leads to")
+        raise CheckpointError(f"{printable(folder)} is a link: save to another name, or to what it leads to")
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{printable(str(folder))} is a file: save to another name")
+        raise CheckpointError(f"{printable(folder)} is a file: save to another name")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NAME).is_file():
         raise CheckpointError(
-            f"{printable(str(folder))} has other files in it, and is no checkpoint: save to a new folder, such as "
-            f"{printable(str(folder / 'checkpoint'))}"
+            f"{printable(folder)} has other files in it, and is no checkpoint: save to a new folder, such as "
+            f"{printable(folder / 'checkpoint')}"
         )
     make_folders(disk, folder.parent)
     remove_leftovers(disk, folder.parent, folder.name)
@@ -250,7 +246,7 @@ def _exchange(disk: Disk, staging: Path, folder: Path) -> None:
         disk.exchange(staging, folder)
     except OSError as error:
         raise CheckpointError(
-            f"{printable(str(folder))} is there, and this file system can't replace a folder in one step "
+            f"{printable(folder)} is there, and this file system can't replace a folder in one step "
             f"({error.strerror}): save to a new folder"
         ) from None
 

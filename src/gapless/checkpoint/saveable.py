@@ -34,7 +34,7 @@ class Opened:
     @property
     def shown(self) -> str:
         """Its path, for errors."""
-        return printable(str(self.folder))
+        return printable(self.folder)
 
     def tree(self, name: str) -> Json:
         """As it was encoded; None where it has none."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from gapless.checkpoint.listing import Saved, looked_at, saved_in
 from gapless.checkpoint.manifest import NAME, faults, read_manifest
 from gapless.cli import terminal
+from gapless.cli.output import asked
 from gapless.errors import CheckpointError, ConfigError, printable
 from gapless.units import read_bytes, show_bytes, show_count
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """What the verb says."""
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{printable(str(folder))} is not a folder")
+        raise CheckpointError(f"{printable(folder)} is not a folder")
     verbs: dict[str, Callable[[Path, argparse.Namespace], int]] = {"list": _list, "verify": _verify, "export": _export}
     return verbs[arguments.verb](folder, arguments)
 
@@ -84,10 +85,8 @@ def _export(folder: Path, arguments: argparse.Namespace) -> int:
     from gapless.checkpoint.export import export  # torch is loaded where it is needed
 
     chosen = _found(folder)[-1].path
-    try:
+    with asked.naming("--largest"):
         largest = read_bytes(arguments.largest)
-    except ConfigError as error:
-        raise ConfigError(f"--largest {error}") from None
     if largest < 1:
         raise ConfigError(f"--largest is {arguments.largest}, but it must be a size such as 5GB")
     made = export(chosen, Path(arguments.to), largest, terminal.show_progress)
@@ -109,5 +108,5 @@ def _found(folder: Path) -> list[Saved]:
     if not found and (folder / "checkpoints").is_dir():  # where `gapless train` has them
         found = saved_in(folder / "checkpoints")
     if not found:
-        raise CheckpointError(f"{printable(str(folder))} has no checkpoints: name a checkpoint, or the folder of a run")
+        raise CheckpointError(f"{printable(folder)} has no checkpoints: name a checkpoint, or the folder of a run")
     return found

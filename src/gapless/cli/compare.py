@@ -5,7 +5,6 @@ import argparse
 from gapless.cli import options, terminal
 from gapless.cli.output import asked
 from gapless.errors import ConfigError
-from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import find_recipe
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -17,15 +16,14 @@ EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Which of them, and for what."""
-    parser.add_argument(
-        "--schedules", metavar="NAME,FILE", help="only these, by name or file (default: all but optimal)"
-    )
+    only = "only these, by name or file (default: all but optimal)"
+    asked.add_options(parser, ("--schedules", str, None, "NAME,FILE", only))
     options.add_all(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ranks by the objective; what can't be made or does not fit is told with the reason."""
-    costs = Costs(**asked.given(arguments, Costs))
+    costs = options.given_costs(arguments)
     limit = options.limit_of(arguments, costs)
 
     names = None if arguments.schedules is None else [each for each in arguments.schedules.split(",") if each]

@@ -15,9 +15,12 @@ EXAMPLE = "gapless explore --port 8800 --no-browser"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Where it is served, and whether to open it."""
-    asked.add_values(parser, ("--port", int, 0, "N", "port of 127.0.0.1 to serve it on; 0 is any that is free"))
-    parser.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
-    parser.add_argument("--json", action="store_true", help="print the address as one JSON object, and open nothing")
+    asked.add_options(
+        parser,
+        ("--port", int, 0, "N", "port of 127.0.0.1 to serve it on; 0 is any that is free"),
+        ("--no-browser", "print the address, and open nothing"),
+        ("--json", "print the address as one JSON object, and open nothing"),
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

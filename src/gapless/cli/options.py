@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gapless.cli.output.asked import add_look, add_outputs, add_values, given, number_of
+from gapless.cli.output.asked import add_look, add_options, add_outputs, given, number_of
 from gapless.cli.terminal import say, show_progress
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule import recipes
@@ -25,7 +25,7 @@ _DEVICES, _MICROBATCHES = 4, 8  # unless told
 
 def add_all(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes schedules: sizes, costs, passes and outputs."""
-    add_values(
+    add_options(
         parser.add_argument_group("sizes"),
         ("--devices -K", int, _DEVICES, "K", "number of devices"),
         ("--microbatches -M", int, _MICROBATCHES, "M", "number of microbatches"),
@@ -39,12 +39,12 @@ def add_all(parser: argparse.ArgumentParser) -> None:
     )
     boundary = "memory of a stage's input: it is sent, and kept if the stage is recomputed"
     limit = "memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b"
-    add_values(
+    add_options(
         costs,
         ("--forward", _per_stage, 1, "X", "time of a forward"),
         ("--input-grad", _per_stage, 1, "X", "time of the input gradient"),
         ("--weight-grad", _per_stage, 1, "X", "time of the weight gradient"),
-        ("--recompute", _per_stage, 0, "X", "time of a recompute"),
+        ("--recompute", _per_stage, None, "X", "time of a recompute (default: that of a forward)"),
         ("--update", _per_stage, 0, "X", "time of a weight update"),
         ("--activation", _per_stage, 1, "X", "memory of an activation, held from F to W"),
         ("--boundary", _per_stage, 0, "X", boundary),
@@ -66,24 +66,18 @@ def add_all(parser: argparse.ArgumentParser) -> None:
 
 def _add_passes(parser: argparse.ArgumentParser) -> None:
     passes = parser.add_argument_group("passes", "changes to the schedule, in this order")
-    passes.add_argument("--split", action="store_true", help="run a B as I and W where that saves time")
-    passes.add_argument("--fuse", action="store_true", help="run an I and its W as one B where no device waits")
-    passes.add_argument(
-        "--remat",
-        nargs="?",
-        const="early",
-        choices=("early", "late"),
-        help="recompute activations, early (the default: as early as memory allows) or late",
+    split, fuse = "run a B as I and W where that saves time", "run an I and its W as one B where no device waits"
+    add_options(passes, ("--split", split), ("--fuse", fuse))
+    remat = "recompute activations, early (the default: as early as memory allows) or late"
+    passes.add_argument("--remat", nargs="?", const="early", choices=("early", "late"), help=remat)
+    offload = "send activations to the host while nobody needs them: as many as --memory-limit asks for, or all that "
+    add_options(
+        passes,
+        ("--offload", f"{offload}nobody would wait for"),
+        ("--forward-only", "keep only the forwards, for inference"),
+        ("--updates", "add the weight updates"),
+        ("--transfers", "add the sends and receives"),
     )
-    passes.add_argument(
-        "--offload",
-        action="store_true",
-        help="send activations to the host while nobody needs them: as many as --memory-limit asks for, or all that "
-        "nobody would wait for",
-    )
-    passes.add_argument("--forward-only", action="store_true", help="keep only the forwards, for inference")
-    passes.add_argument("--updates", action="store_true", help="add the weight updates")
-    passes.add_argument("--transfers", action="store_true", help="add the sends and receives")
 
 
 def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -93,7 +87,7 @@ def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
         parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help=told + "; several are drawn together")
     else:
         parser.add_argument("schedule", metavar="SCHEDULE", help=told)
-    add_values(parser, ("--time-limit", number_of, 60, "S", "optimal: seconds to search"))
+    add_options(parser, ("--time-limit", number_of, 60, "S", "optimal: seconds to search"))
 
 
 def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
@@ -136,9 +130,15 @@ def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
     return Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
+def given_costs(arguments: argparse.Namespace) -> Costs:
+    """A recompute takes as long as a forward, unless told."""
+    asked = given(arguments, Costs)
+    return Costs(**asked | ({"recompute": asked["forward"]} if asked["recompute"] is None else {}))
+
+
 def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Costs, Number | None]:
     """The schedule of that name, or in that file, after the passes; its costs and the memory limit."""
-    costs = Costs(**given(arguments, Costs))
+    costs = given_costs(arguments)
     limit = limit_of(arguments, costs)
     if is_file(name):
         schedule = verified(name)
@@ -214,11 +214,8 @@ def read_schedule(path: str) -> Schedule:
 def shown_size(schedule: Schedule, shape: str = "") -> str:
     """`4 devices, 4 stages, 8 microbatches, 96 actions`."""
     stages = show_count(schedule.num_stages, "stage") + (f" ({shape})" if shape else "")
-    devices, microbatches = (
-        show_count(schedule.num_devices, "device"),
-        show_count(schedule.num_microbatches, "microbatch"),
-    )
-    return f"{devices}, {stages}, {microbatches}, {show_count(schedule.num_actions, 'action')}"
+    devices, actions = show_count(schedule.num_devices, "device"), show_count(schedule.num_actions, "action")
+    return f"{devices}, {stages}, {show_count(schedule.num_microbatches, 'microbatch')}, {actions}"
 
 
 def misfit(timeline: Timeline, limit: Number | None) -> str:

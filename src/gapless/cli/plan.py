@@ -33,14 +33,10 @@ _ONLY_WITH_A_FLUSH = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument(
-        "source",
-        metavar="PROFILE",
-        nargs="?",
-        help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/profiles.md); or "
-        "a .toml config with a model and data, which is then measured (docs/training.md)",
-    )
-    asked.add_values(
+    source = "a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/profiles.md); or "
+    source += "a .toml config with a model and data, which is then measured (docs/training.md)"
+    parser.add_argument("source", metavar="PROFILE", nargs="?", help=source)
+    asked.add_options(
         parser.add_argument_group("devices and sizes"),
         ("--devices -K", int, None, "N", "number of devices (default: the config's, or 4)"),
         ("--memory", str, None, "SIZE", "memory of each device, as 24GiB, or a list such as 24GiB,16GiB"),
@@ -60,51 +56,33 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--host-memory", str, None, "SIZE", "that a device may use on its host, as 64GiB (default: no limit)"),
     )
     model_options.add(parser)
-    asked.add_values(
+    asked.add_options(
         parser.add_argument_group("measuring a config"),
         ("--seconds", float, None, "S", "about how many seconds to measure (default 10)"),
         ("--profile", asked.file_to_write, None, "FILE", "write the measured profile, to plan again later"),
     )
     searched = parser.add_argument_group("search")
     names = ("--schedules", options.words, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
-    asked.add_values(searched, names)
-    searched.add_argument(
-        "--no-flush",
-        nargs="?",
-        const="ring",
-        choices=tuple(FORMS),
-        help="plan stages and their replicas for training without a flush instead, as PipeDream does; pipedream counts "
-        "times as PipeDream's optimizer does, ring (the default) as gapless does",
-    )
-    searched.add_argument(
-        "--what-if",
-        nargs="?",
-        const="",
-        metavar="CHANGE,CHANGE",
-        help="plan again for a machine with memory+8GiB (each), devices+1, bandwidth*2, latency/2, speed*1.5 or "
-        "minibatch*2, and report the gain of each (default: 8 GiB more, a device more, links twice as fast)",
-    )
-    searched.add_argument(
-        "--offload",
-        nargs="?",
-        const="activations",
-        default="none",
-        choices=OFFLOAD,
-        help="use host memory for activations (the default), where that helps, for the optimizer's state, or for both",
-    )
-    searched.add_argument(
-        "--overlap", action="store_true", help="count the copies of an optimizer step that does not wait"
-    )
-    searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
+    asked.add_options(searched, names)
+    flush = "plan stages and their replicas for training without a flush instead, as PipeDream does; pipedream counts "
+    flush += "times as PipeDream's optimizer does, ring (the default) as gapless does"
+    searched.add_argument("--no-flush", nargs="?", const="ring", choices=tuple(FORMS), help=flush)
+    change = "plan again for a machine with memory+8GiB (each), devices+1, bandwidth*2, latency/2, speed*1.5 or "
+    change += "minibatch*2, and report the gain of each (default: 8 GiB more, a device more, links twice as fast)"
+    searched.add_argument("--what-if", nargs="?", const="", metavar="CHANGE,CHANGE", help=change)
+    host = "use host memory for activations (the default), where that helps, for the optimizer's state, or for both"
+    searched.add_argument("--offload", nargs="?", const="activations", default="none", choices=OFFLOAD, help=host)
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
-    asked.add_values(
+    asked.add_options(
         searched,
+        ("--overlap", "count the copies of an optimizer step that does not wait"),
+        ("--shard-optimizer", "split the optimizer's state between replicas"),
         ("--slack", float, None, "X", slack),
         ("--time-limit", float, None, "S", "seconds to search (default 60; 20 with --model)"),
         ("--top", int, 10, "N", "number of plans to list"),
     )
     asked.add_outputs(parser)
-    asked.add_values(parser, ("--write", asked.file_to_write, None, "FILE", "write the best plan, to train with"))
+    asked.add_options(parser, ("--write", asked.file_to_write, None, "FILE", "write the best plan, to train with"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -197,23 +175,17 @@ def _profile(arguments: argparse.Namespace) -> Profile:
         profile = replace(profile, host=replace(given, bandwidth=given.bandwidth or known.bandwidth))
     if arguments.bandwidth is None and arguments.latency is None:
         return profile
-    bandwidth = _quantity(arguments, "bandwidth", units.BANDWIDTH)
-    link = Link("link", None, _quantity(arguments, "latency", units.LATENCY) or 0.0, bandwidth)
-    return replace(profile, links=(link,))
+    with asked.naming("--bandwidth"):
+        bandwidth = None if arguments.bandwidth is None else units.read(arguments.bandwidth, units.BANDWIDTH)
+    with asked.naming("--latency"):
+        latency = 0.0 if arguments.latency is None else units.read(arguments.latency, units.LATENCY)
+    return replace(profile, links=(Link("link", None, latency, bandwidth),))
 
 
 def _host(arguments: argparse.Namespace) -> Host:
     if arguments.offload == "none" and (arguments.host_bandwidth or arguments.host_memory):
         raise ConfigError("--host-bandwidth and --host-memory are for --offload: give that too")
     return read_host(arguments.host_bandwidth, arguments.host_memory, "--host-")
-
-
-def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity) -> float | None:
-    try:
-        given = getattr(arguments, name)
-        return None if given is None else units.read(given, quantity)
-    except ConfigError as error:
-        raise ConfigError(f"--{name} {error}") from None
 
 
 def _without_flush(arguments: argparse.Namespace) -> int:

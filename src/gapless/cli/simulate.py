@@ -65,6 +65,8 @@ def report(timeline: Timeline) -> str:
         lines += ["", text.table(("device", *figures), rows, left=0)]
     else:
         lines.append(_line("peak", max(timeline.peak), "the most a device holds"))
+    if schedule.has_copies and timeline.costs.host_bandwidth is None and not timeline.costs.host_latency:
+        lines += ["", "copies to the host take no time here: --host-bandwidth gives them some"]
     return "\n".join(lines)
 
 

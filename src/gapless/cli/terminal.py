@@ -17,7 +17,7 @@ from gapless.errors import ConfigError, did_you_mean, printable
 
 def say(text: object = "", file: TextIO | None = None, end: str = "\n") -> None:
     """Lines of text, to standard output where no file is given."""
-    print(printable(str(text), keep="\n\t"), file=file, end=end)
+    print(printable(text, keep="\n\t"), file=file, end=end)
 
 
 def complain(text: object) -> None:

@@ -24,15 +24,11 @@ EXAMPLE = "gapless train --example > my.toml; gapless train my.toml --set train.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options stand in place of what the config says."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="a TOML file with a model, its data and its optimizer (docs/training.md)",
-    )
-    parser.add_argument("--example", action="store_true", help="print a config to start from")
-    parser.add_argument("--keys", action="store_true", help="print what every key of a config means")
-    asked.add_values(
+    file = "a TOML file with a model, its data and its optimizer (docs/training.md)"
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=file)
+    print_it = ("--example", "print a config to start from"), ("--keys", "print what every key of a config means")
+    asked.add_options(parser, *print_it)
+    asked.add_options(
         parser.add_argument_group("override the config"),
         ("--plan", str, None, "auto|FILE", "make a plan first, or use one from `gapless plan --write`"),
         ("--steps", int, None, "N", "number of steps"),
@@ -41,20 +37,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--schedule", str, None, "NAME", "schedule, also for --plan auto"),
         ("--folder", str, None, "FOLDER", "the run's folder; a run found there is resumed"),
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="any key, as --set train.clip=1; may be repeated"
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="CHECKPOINT",
-        help="resume from this checkpoint of another run; without a value: fail unless the folder holds a checkpoint",
-    )
-    parser.add_argument("--fresh", action="store_true", help="start a new run, in a folder that holds none yet")
-    parser.add_argument("--plain", action="store_true", help="plain lines on a terminal too")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end; progress goes to standard error"
+    keys = "any key, as --set train.clip=1; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=keys)
+    resume = "resume from this checkpoint of another run; without a value: fail unless the folder holds a checkpoint"
+    parser.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help=resume)
+    asked.add_options(
+        parser,
+        ("--fresh", "start a new run, in a folder that holds none yet"),
+        ("--plain", "plain lines on a terminal too"),
+        ("--json", "print one JSON object at the end; progress goes to standard error"),
     )
 
 

@@ -15,22 +15,12 @@ _EVERY = 3  # seconds between two reports of a run that is followed
 def add(parser: argparse.ArgumentParser) -> None:
     """Which run, and where its report goes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run of `gapless train`")
-    asked.add_values(
+    asked.add_options(
         parser,
-        (
-            "--html",
-            asked.file_to_write,
-            None,
-            "FILE",
-            "where it goes (default: report.html in the run's folder)",
-        ),
+        ("--html", asked.file_to_write, None, "FILE", "where it goes (default: report.html in the run's folder)"),
+        ("--follow", "write it again while the run trains, until it ends or Ctrl-C; the open page reloads itself"),
+        ("--json", "print the figures as one JSON object instead"),
     )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="write it again while the run trains, until it ends or Ctrl-C; the open page reloads itself",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -132,12 +132,7 @@ def timeline_of(question: Question) -> Timeline:
     """As the command line makes it."""
     costs, limit = question.costs, question.memory_limit
     request = Request(
-        question.devices,
-        question.microbatches,
-        question.own_stages_per_device,
-        costs,
-        limit,
-        minibatches=MINIBATCHES,
+        question.devices, question.microbatches, question.own_stages_per_device, costs, limit, minibatches=MINIBATCHES
     )
     schedule = recipes.build(question.schedule, request)
     again = range(schedule.num_stages) if question.recompute else ()

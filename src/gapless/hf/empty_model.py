@@ -99,10 +99,10 @@ def folder_of(source: str | Path, files: Iterable[str]) -> Path:
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(files)))
     except (errors.HFValidationError, errors.RepositoryNotFoundError):
-        raise ConfigError(f"{printable(str(source))} is neither a folder here nor a model on the Hub") from None
+        raise ConfigError(f"{printable(source)} is neither a folder here nor a model on the Hub") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError):
         raise ConfigError(
-            f"{printable(str(source))} is no folder here, it is not in the cache of the Hub, and the Hub can't be "
+            f"{printable(source)} is no folder here, it is not in the cache of the Hub, and the Hub can't be "
             "reached: give a folder, or download it where there is a network"
         ) from None
 
@@ -110,19 +110,19 @@ def folder_of(source: str | Path, files: Iterable[str]) -> Path:
 def config_of(folder: Path) -> Any:
     """What the folder's config.json says, if a model of it can be trained."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{printable(str(folder))} has no config.json: give a folder that save_pretrained wrote")
+        raise ConfigError(f"{printable(folder)} has no config.json: give a folder that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         first = next(iter(str(error).splitlines()), "")
         if "custom code" in first:
             raise ConfigError(
-                f"{printable(str(folder))} has a model of its own code, which is not run: build the model on the meta "
+                f"{printable(folder)} has a model of its own code, which is not run: build the model on the meta "
                 "device, and give it to gapless.Pipeline with init="
             ) from None
-        raise ConfigError(f"{printable(str(folder / 'config.json'))}: {printable(first)[:200]}") from None
+        raise ConfigError(f"{printable(folder / 'config.json')}: {printable(first)[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{printable(str(folder))} has quantised weights, which can't be trained: take others")
+        raise ConfigError(f"{printable(folder)} has quantised weights, which can't be trained: take others")
     return config
 
 

@@ -113,7 +113,7 @@ class HubWeights(Mapping[str, Tensor]):
         ]
         if wrong:
             raise CheckpointError(
-                f"{printable(str(folder))} is of another model: {show_count(len(wrong), 'tensor')} of another shape, "
+                f"{printable(folder)} is of another model: {show_count(len(wrong), 'tensor')} of another shape, "
                 f"{_some(wrong)}"
             )
         missing = [name for name in self._names if self._stored_as(name) not in self._first]
@@ -124,10 +124,10 @@ class HubWeights(Mapping[str, Tensor]):
         ):
             told = _without(names, getattr(self._model, ignored, None))
             if told and len(told) == len(self._names) > 1:
-                raise CheckpointError(f"{printable(str(folder))} has weights of another model, such as {unexpected[0]}")
+                raise CheckpointError(f"{printable(folder)} has weights of another model, such as {unexpected[0]}")
             if told:
                 count = show_count(len(told), "weight")
-                warnings.warn(f"{printable(str(folder))}: {count} {words}: {_some(told)}", stacklevel=5)
+                warnings.warn(f"{printable(folder)}: {count} {words}: {_some(told)}", stacklevel=5)
 
     def _read(self, name: str, first: str) -> Tensor:
         sources, pattern = self._sources[first], self._sources[first][0][1]

@@ -50,7 +50,7 @@ class PipelineTrainer(RankTrainer):
     devices       in one process: how many, "cuda" for all GPUs, or a list of torch devices. Under torchrun every rank
                   is one, and this may be left out
     dp            under torchrun: how many pipelines share the batches; each has its part of the ranks
-    schedule      a name from `gapless schedules`, or a Plan
+    schedule      a name from `gapless schedules`, or a Plan; by default as `gapless.Pipeline`
     microbatches  the batches of one update; by default `gradient_accumulation_steps` of the arguments, which is the
                   same thing
     remat         "none", "stage", "layer" or one for each stage; by default "stage" with `gradient_checkpointing`
@@ -66,7 +66,7 @@ class PipelineTrainer(RankTrainer):
         *more: Any,
         devices: Devices | None = None,
         dp: int = 1,
-        schedule: str | Plan = "1f1b",
+        schedule: str | Plan | None = None,
         microbatches: int | None = None,
         remat: Remat | Sequence[Remat] | None = None,
         pipeline: Mapping[str, Any] | None = None,

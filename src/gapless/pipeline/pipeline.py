@@ -63,8 +63,8 @@ class Pipeline(HeldModel):
     devices            a number, "cuda" for all GPUs, or a list of torch devices: one process, a thread for each device
     mesh               instead of `devices`, under torchrun: a torch DeviceMesh with a dimension `pp` and, if you like,
                        `dp` and `tp`. Every rank makes the same calls
-    schedule           a name from `gapless schedules`, a Schedule, a Plan (which also sets microbatches, partition,
-                       remat and costs) or a Replication (which also sets partition and replicas)
+    schedule           a name from `gapless schedules`, a Schedule, a Plan (sets microbatches, partition, remat, costs)
+                       or a Replication (partition, replicas). Default: 1f1b; on GPUs zb-v if stages would be equal
     microbatches       parts of a minibatch; by default four for each device, or fewer that leave a bubble below 10%
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
@@ -109,7 +109,7 @@ class Pipeline(HeldModel):
         mesh: "DeviceMesh | None" = None,
         microbatches: int | None = None,
         loss: Loss | None = None,
-        schedule: str | Schedule | Plan | Replication = "1f1b",
+        schedule: str | Schedule | Plan | Replication | None = None,
         stages_per_device: int | None = None,
         partition: Sequence[int] | None = None,
         replicas: Sequence[int] | None = None,
@@ -147,8 +147,9 @@ class Pipeline(HeldModel):
             traced = layers is None and not is_sequence(model)
             arguments.check_compiled(model, traced=traced)
             asked = ScheduleArguments(schedule, microbatches, partition, replicas, remat, costs, stages_per_device)
-            schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(model, self._world, traced)
-            assert not isinstance(schedule, Replication)
+            asked = asked.settled(model, layers, world, traced)
+            schedule, microbatches, partition, replicas, remat, costs, each = asked
+            assert not isinstance(schedule, Replication | None)
             schedules = Schedules(schedule, count, each, costs, memory_limit, objective, remat, offload, replicas)
             microbatches = schedules.default_microbatches() if microbatches is None else microbatches
             self._options = Options(

@@ -38,6 +38,8 @@ class Schedules:
     replicas: Sequence[int] | None = None  # of each stage, where these are on ranks of their own
 
     def __post_init__(self) -> None:
+        if self.streams and self.memory_limit is not None:
+            raise ConfigError(f"{self.streams} runs in streams, which no memory limit changes: leave out memory_limit=")
         if not isinstance(self.remat, Sequence):
             raise ConfigError(f"remat is {self.remat!r}, but it must be 'none', 'stage', 'layer', or a list of these")
         if self.offload == "none":
@@ -55,6 +57,22 @@ class Schedules:
             one_of("offload", word, ("none", "activations") if word != self.offload else _OFFLOAD)
 
     def made(self, microbatches: int) -> Schedule:
+        """For so many, within the memory limit."""
+        made, limit = self._made(microbatches), self._limit(microbatches)
+        peak = max(map(float, simulate(made, self.costs).peak)) if limit is not None else 0.0
+        if limit is not None and peak > float(limit) * (1 + 1e-9):
+            ways = "use remat" if self.offload == "auto" else "use schedule='auto', offload='auto' or remat"
+            raise ScheduleError(
+                f"{made.name or 'the schedule'} holds {peak:g} on a device, which is above memory_limit={limit:g}: "
+                f"raise the limit, or {ways}"
+            )
+        return made
+
+    def _limit(self, microbatches: int) -> Number | None:
+        costs = self.costs or Costs()
+        return Request(self.num_devices, microbatches, self.stages_per_device, costs, self.memory_limit).limit
+
+    def _made(self, microbatches: int) -> Schedule:
         asked = self.asked
         if isinstance(asked, Plan):  # for another number of microbatches it is its recipe
             asked = asked.schedule if microbatches == asked.microbatches else asked.recipe
@@ -82,9 +100,7 @@ class Schedules:
             again = []
         passes = Passes(fuse=True, recompute=again, offload=self.offloaded_of(schedule.num_stages))
         if self.offload == "auto":
-            costs = self.costs or Costs()
-            request = Request(self.num_devices, microbatches, self.stages_per_device, costs, self.memory_limit)
-            passes = replace(passes, memory_limit=request.limit)
+            passes = replace(passes, memory_limit=self._limit(microbatches))
         return lowered(schedule, self.costs, passes)
 
     def default_microbatches(self) -> int:
@@ -97,7 +113,7 @@ class Schedules:
         if find_recipe(asked).is_searched:  # which takes its time for every number
             return 2 * devices
         each = (times * devices for times in range(1, 4))
-        enough = (count for count in each if simulate(self.made(count), self.costs).bubble < _LARGE)
+        enough = (count for count in each if simulate(self._made(count), self.costs).bubble < _LARGE)
         return next(enough, 4 * devices)
 
     def placement_of(self, schedule: Schedule) -> Placement:

@@ -53,6 +53,7 @@ class OneProcess:
     ) -> None:
         self.devices: Sequence[torch.device] = list(devices)
         self.here: Sequence[int] = range(len(self.devices))
+        self.near = len(set(self.devices)) == len(self.devices)
         self.lanes = [make_lane(device) for device in self.devices] if lanes is None else lanes
         self._channels = channels
         self.team = make_team(self.here, intra_op_threads)

@@ -82,6 +82,7 @@ class World(Protocol):
     replica: int  # that of this process
     num_replicas: int
     one_process: bool
+    near: bool  # each device is one of its own, and GPUs reach each other's memory
 
     def making(self) -> AbstractContextManager[object]:
         """Around making a pipeline: where it fails on one rank, the others are told."""

@@ -157,7 +157,7 @@ class Job:
             return Pipeline(
                 self.model,
                 **where,
-                schedule=plan or layout.schedule or "1f1b",
+                schedule=plan or layout.schedule,
                 microbatches=layout.microbatches,
                 stages_per_device=layout.stages_per_device,
                 partition=layout.partition,

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from gapless.errors import ScheduleError
 from gapless.view.figures import figure
-from gapless.view.template import filled, hash_of, html, source, text
+from gapless.view.template import filled, html, policy, source, text
 
 Run = Sequence[float | None]  # None: nothing there
 Points = Sequence[tuple[float, float]]
@@ -60,7 +60,7 @@ def render(
 
     return filled(
         "curves.html",
-        policy=f"default-src 'none'; style-src 'sha256-{hash_of(style)}'; base-uri 'none'; form-action 'none'",
+        policy=policy(style),
         title=title,
         style=style,
         paragraphs=words,

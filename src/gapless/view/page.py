@@ -20,7 +20,7 @@ from gapless.view.columns import row_offsets
 from gapless.view.figures import Units
 from gapless.view.host_lanes import lanes_of
 from gapless.view.summary import named, table
-from gapless.view.template import filled, hash_of, source
+from gapless.view.template import filled, policy, source
 from gapless.view.text import percent
 
 _SCRIPTS = (
@@ -89,7 +89,7 @@ def assemble(data: dict[str, Any], *, style: str, script: str = "", **parts: Any
     """The template with its places filled. `script` is one more, at the end, which may ask where the page came from."""
     whole = "(() => {\n" + "".join(map(source, _SCRIPTS)) + script + "})();\n"
     known: dict[str, Any] = {"kinds": legend.KINDS, "entries": legend.ENTRIES, "transfers": TRANSFERS}
-    sources = {"policy": policy(whole, style, asks=bool(script)), "style": style, "script": whole, "data": _json(data)}
+    sources = {"policy": policy(style, whole, asks=bool(script)), "style": style, "script": whole, "data": _json(data)}
     return filled("timeline.html", **known, **sources, **parts)
 
 
@@ -117,22 +117,6 @@ def _home(timelines: Sequence[Timeline]) -> float | None:
     lengths = [float(timeline.makespan) for timeline in timelines]
     shown = [length for length in lengths if length <= _SQUEEZED * min(lengths)]
     return None if max(shown) == max(lengths) else max(shown)
-
-
-def policy(script: str, style: str, asks: bool = False) -> str:
-    """The content security policy; `asks` lets the script ask the server that the page came from, and no other."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            *(["connect-src 'self'"] if asks else []),
-            f"script-src 'sha256-{hash_of(script)}'",
-            f"style-src 'sha256-{hash_of(style)}'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "require-trusted-types-for 'script'",
-            "trusted-types 'none'",
-        ]
-    )
 
 
 def _json(data: Any) -> str:

@@ -8,12 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_BLOCKS = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 def _conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:

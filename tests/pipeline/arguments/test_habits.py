@@ -166,3 +166,13 @@ def test_a_batch_is_given_once(pipe: gapless.Pipeline) -> None:
         pipe.step()
     with pytest.raises(ConfigError, match="step has both inputs and labels=: give one batch"):
         pipe.step(torch.randn(8, 4), labels=torch.randn(8, 4))
+
+
+def test_devices_under_torchrun_are_copies_of_one_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody else's launcher, which may mean it
+    gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.warns(UserWarning, match="started 2 processes, and devices= makes a pipeline in each.*give mesh="):
+        gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()

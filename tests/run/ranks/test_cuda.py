@@ -22,6 +22,7 @@ from tests.run.crew import Server
 from tests.run.forked import Launch
 from tests.run.on_gpu import (
     changes_its_shape,
+    chooses_its_schedule,
     chunks,
     makes_another_shape,
     many_steps,
@@ -120,6 +121,11 @@ def test_one_rank_alone_runs_the_same_path(backend: str, launch: Launch) -> None
 def test_ranks_measure_their_links_and_have_one_plan(backend: str, launch: Launch) -> None:
     check_ranks(backend, 2)
     launch(planned_on_the_gpu, 2, backend)
+
+
+def test_ranks_that_reach_each_others_memory_have_two_stages_each(backend: str, launch: Launch) -> None:
+    check_ranks(backend, 2)
+    launch(chooses_its_schedule, 2, backend)
 
 
 @pytest.mark.timeout(300)

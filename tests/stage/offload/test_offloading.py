@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gapless
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, ScheduleError
 from gapless.stage.offload.host_link import CpuLink
 from gapless.stage.stage import Stage
 from tests.pipelines import Do, assert_same_gradients
@@ -223,6 +225,32 @@ def test_as_much_leaves_as_the_limit_asks_for() -> None:
     assert offloaded(offload="auto", memory_limit=6) == 0
     assert 0 < offloaded(offload="auto", memory_limit=4) < offloaded(offload="activations")
     assert offloaded(offload=["activations", "none"]) == 6
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_pipeline_stays_below_its_memory_limit_as_simulated_or_says_that_it_can_not(seed: int) -> None:
+    rng = random.Random(seed)
+    forward, input_grad, weight_grad = rng.choices((1, 2, 3), k=3)
+    activation, link = (
+        rng.choice((1, 4)),
+        {"host_bandwidth": rng.choice((0.2, 2, 20)), "host_share": rng.choice((1, 2))},
+    )
+    costs = gapless.Costs(forward, input_grad, weight_grad, activation=activation, **link)
+    limit = rng.choice(("1x", "0.75x", 2, 8, 0.5))
+    options: Any = {"schedule": rng.choice(("1f1b", "gpipe", "zb-h1", "interleaved")), "memory_limit": limit}
+    options |= {"offload": rng.choice(("none", "activations", "auto")), "remat": rng.choice(("none", "stage"))}
+    layers = [nn.Linear(2, 2) for _ in range(8)]
+    most = limit if not isinstance(limit, str) else float(limit[:-1]) * 4 * activation  # of 1f1b on 4 devices
+    peak, said = 0.0, ""
+    try:
+        with gapless.Pipeline(layers, devices=4, microbatches=8, loss=F.mse_loss, costs=costs, **options) as pipe:
+            peak = float(max(gapless.simulate(pipe.schedule, costs).peak))
+    except ScheduleError as error:
+        said = str(error)
+    assert peak <= most
+    assert bool(peak) != bool(
+        re.search(rf"holds [\d.]+ on a device, which is above memory_limit={most:g}: raise", said)
+    )
 
 
 def trains_on_ranks() -> None:

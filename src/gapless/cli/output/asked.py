@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from gapless.view.pictures.picture_file import draw, suffix_of
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Where a result goes beside standard output."""
-    outputs = parser.add_argument_group("output")
-    outputs.add_argument("--json", action="store_true", help="print one JSON object")
-    add_values(
-        outputs,
+    add_options(
+        parser.add_argument_group("output"),
+        ("--json", "print one JSON object"),
         ("--html", file_to_write, None, "FILE", "write the interactive page"),
         ("--figure --svg", picture_to_write, None, "FILE", "write a picture: .svg, .pdf or .png"),
         ("--perfetto", file_to_write, None, "FILE", "write a trace for ui.perfetto.dev"),
@@ -29,7 +29,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def add_look(parser: argparse.ArgumentParser) -> None:
     """How a picture looks."""
     looks = parser.add_argument_group("figure", "how the picture of --figure looks")
-    add_values(
+    add_options(
         looks,
         ("--title", str, None, "TEXT", "a title above it"),
         ("--width", number_of, None, "MM", "its width in millimetres"),
@@ -96,12 +96,27 @@ def write_pictures(
         raise type(refused[0])("; ".join(map(str, refused)))
 
 
-def add_values(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
-    """Options that take a value: the flags, how it is read, its default, a word for it in the help, and what it is."""
-    for flags, read, default, word, what in rows:
+def add_options(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str] | tuple[str, str]) -> None:
+    """Of an option that takes a value: the flags, how it is read, its default, a word for it in the help, and what it
+    is. Of a switch: its flag, and what it does.
+    """
+    for flags, *value, what in rows:
+        if not value:
+            group.add_argument(flags, action="store_true", help=what)
+            continue
+        read, default, word = value
         shown = ",".join(default) if isinstance(default, tuple) else default
         told = what if default is None else f"{what} (default {shown})"
         group.add_argument(*flags.split(), type=read, default=default, metavar=word, help=told)
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """A fault that is read in here is said of this option: `is 3, but ...` comes after its name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
 
 
 def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:

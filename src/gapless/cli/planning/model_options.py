@@ -28,7 +28,7 @@ _COLUMNS = {"parameters": "parameters", "gradients": "gradients", "optimizer_sta
 
 def add(parser: argparse.ArgumentParser) -> None:
     """What is said of the model."""
-    asked.add_values(
+    asked.add_options(
         parser.add_argument_group("a Hugging Face model, from its config alone"),
         ("--model", str, None, "NAME", "a folder with a config.json, or a model on the Hub, in place of PROFILE"),
         ("--length", int, None, "N", "tokens in a sample (default: 4096, or the model's longest)"),
@@ -60,10 +60,8 @@ def read_model(arguments: argparse.Namespace) -> Profile:
 
 
 def _flops(arguments: argparse.Namespace) -> float:
-    try:
+    with asked.naming("--flops"):
         return units.read(arguments.flops or _SPEED, units.FLOPS)
-    except ConfigError as error:
-        raise ConfigError(f"--flops {error}") from None
 
 
 def plan_model(
@@ -200,10 +198,8 @@ def speeds_of(given: str | None, count: int) -> list[Any] | None:
 def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any] | None:
     if given is None:
         return None
-    try:
+    with asked.naming(option):
         values = [read(word) for word in given.split(",")]
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from None
     if len(values) not in (1, count):
         raise ConfigError(f"{option} lists {units.show_count(len(values), 'device')}, but there are {count}")
     return values * count if len(values) == 1 else values

@@ -1,8 +1,10 @@
 """What a user asks of a pipeline, checked: a fact, its numbers and the way out where it can't be done."""
 
 import inspect
+import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -36,7 +38,7 @@ def named(value: Any) -> str:
 
 def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
     """They are of the kinds that are understood."""
-    if not isinstance(schedule, str | Schedule | Plan | Replication):
+    if not isinstance(schedule, str | Schedule | Plan | Replication | None):
         raise ConfigError(
             f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule, a Plan or a Replication"
         )
@@ -196,8 +198,20 @@ def world_of(
 
         return ManyProcesses(mesh_position(mesh), timeout, intra_op_threads, carriage)
     if isinstance(devices, int | str | torch.device | Sequence):
+        _warn_of_copies()
         return OneProcess(torch_devices(devices), intra_op_threads)
     return devices
+
+
+def _warn_of_copies() -> None:
+    """Where torchrun has started others that do the same."""
+    count = os.environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in os.environ and count.isdecimal() and int(count) > 1:
+        warnings.warn(
+            f"torchrun started {count} processes, and devices= makes a pipeline in each, which train apart from each "
+            f"other: for one pipeline over all, give mesh=init_device_mesh('cuda', ({count},), mesh_dim_names=('pp',))",
+            stacklevel=2,
+        )
 
 
 def graphs_of(graphs: Graphs, devices: Sequence[torch.device]) -> Graphs:

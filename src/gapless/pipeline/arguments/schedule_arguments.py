@@ -2,8 +2,12 @@
 asked for than what it says.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from gapless.errors import ConfigError
 from gapless.plan.asynchronous.replicate import Replication
@@ -21,7 +25,7 @@ from .checks import at_least_one
 class ScheduleArguments(NamedTuple):
     """As `Pipeline` takes them."""
 
-    schedule: str | Schedule | Plan | Replication
+    schedule: str | Schedule | Plan | Replication | None
     microbatches: int | None
     partition: Sequence[int] | None
     replicas: Sequence[int] | None
@@ -29,11 +33,25 @@ class ScheduleArguments(NamedTuple):
     costs: Costs | None
     stages_per_device: int | None
 
-    def settled(self, model: Any, world: World, traced: bool) -> "ScheduleArguments":
+    def default(self, model: Any, devices: Sequence[torch.device]) -> str:
+        """1f1b; on GPUs zb-v, whose bubble is smaller, unless something was asked for that it may not suit, or two
+        stages per device would be more work than one.
+        """
+        count, blocks = len(devices), _equal_layers(model)
+        own = (self.partition, self.replicas, self.costs, self.stages_per_device)
+        suits = count > 1 and all(each is None for each in own) and self.remat == "none"
+        on_gpus = all(device.type == "cuda" for device in devices)
+        enough = self.microbatches is None or self.microbatches >= 2 * count - 1
+        fits = blocks >= 2 * count and 2 * -(-blocks // (2 * count)) <= -(-blocks // count)
+        return "zb-v" if suits and on_gpus and enough and fits else "1f1b"
+
+    def settled(self, model: Any, layers: Any, world: World, traced: bool) -> "ScheduleArguments":
         """Checked, and with what a plan or a replication brings. As many stages per device as asked, or as many as the
         partition has, where the recipe leaves a choice.
         """
         found = self
+        if self.schedule is None:  # zb-v sends twice as much
+            found = self._replace(schedule=self.default(layers or model, world.devices) if world.near else "1f1b")
         if isinstance(self.schedule, Replication):
             self._check_replication(self.schedule)
             own = self.schedule
@@ -103,6 +121,13 @@ class ScheduleArguments(NamedTuple):
                 f"the mesh has {world.num_replicas} replicas of the whole pipeline (dp), and replicas= gives each "
                 "stage its own: use a mesh of pp alone, or leave out replicas="
             )
+
+
+def _equal_layers(model: Any) -> int:
+    """The most layers of one kind that a list in the model has."""
+    lists = model.modules() if isinstance(model, nn.Module) else [model]
+    kinds = (Counter(map(type, each)) for each in lists if isinstance(each, nn.ModuleList | Sequence | nn.Sequential))
+    return max((max(kind.values()) for kind in kinds if kind), default=0)
 
 
 def _pipelines(replicas: int, devices: int) -> str:

@@ -28,7 +28,7 @@ from gapless.run.ranks.watch.blame import is_lost
 from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire import nccl
-from gapless.run.ranks.wire.channel import Courier
+from gapless.run.ranks.wire.channel import Courier, reach_in_streams
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
 from gapless.run.ranks.wire.groups import connected, keep_for_ever, network_device, part_of_store
 from gapless.run.team import make_team
@@ -67,6 +67,7 @@ class ManyProcesses:
             self._sums = self.groups.dp  # of gradients
             courier = self._courier = Courier(self.groups.pp, f"gapless device {position.device}", self._failed)
             self.links = self._connect(carriage)
+            self.near = self.num_replicas == 1 and reach_in_streams(self.links.carriers, len(self.devices))
             # A rank that is refused closes its connections, which Gloo takes ill while another still makes them.
             self._agreement.reach({}, self.watch.check)
         except BaseException as error:  # nobody is to believe that this rank lives on
@@ -79,13 +80,12 @@ class ManyProcesses:
         self.watch.break_off = self._break_off
         self._pace = Pace(compared(position, self.groups.pp, self.groups.dp))
         self._consistency = Consistency(position, self.groups, self.links, self.watch)
-        self._homes = Homes(position.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
         poster = self._courier if position.torch_device.type == "cpu" else None
         self._exchange = Exchange(self.groups.dp, self._sums, position.dp_ranks, position.replica, poster)
         self._losses = Losses(position, self.links, self.groups.dp)
-        self._clock = SharedClock(self.groups, position.device)
+        self._homes, self._clock = Homes(position.device), SharedClock(self.groups, position.device)
         self._unfinished = False  # steps of a minibatch are done, and others of it are to come
 
     def _connect(self, carriage: Carriage) -> Connections:

@@ -85,10 +85,6 @@ class OffloadedStep:
         try:
             for number, chosen in enumerate(pieces):
                 self._take()
-                for gone in leaving:  # the next piece takes its memory, and the host is ahead of its GPUs
-                    gone.synchronize()
-                if number + 1 < len(pieces):
-                    self._fetch(pieces[number + 1])
                 parts = [(group, params) for group, params in zip(groups, chosen, strict=True) if params]
                 optimizer.param_groups = [{**group, "params": params} for group, params in parts]
                 self._step()
@@ -100,7 +96,11 @@ class OffloadedStep:
                             "can't share: leave its state on the device"
                         )
                 self._leave(parameter for params in chosen for parameter in params)
-                leaving = [out.record_event() for out, _ in self._ways.values()]
+                last, leaving = leaving, [out.record_event() for out, _ in self._ways.values()]
+                for gone in last:  # the next piece takes its memory, and the host is ahead of its GPUs
+                    gone.synchronize()
+                if number + 1 < len(pieces):
+                    self._fetch(pieces[number + 1])
         finally:
             optimizer.param_groups = groups
             self._arriving.clear()

@@ -163,7 +163,7 @@ class Layout:
     memory = "24GiB"  memory of each device that a plan may use, such as `"24GiB"`, or a list
         | the memory of the GPU; no limit on the CPU
     plan = "auto"  `"auto"`, or a file that `gapless plan --write` wrote; it sets the five keys below | none
-    schedule = "zb-h1"  a name from `gapless schedules` | `1f1b`
+    schedule = "zb-h1"  a name from `gapless schedules` | `1f1b`; on GPUs `zb-v` where it fits
     microbatches = 8  the number of parts that a minibatch is cut into, at most one per sample | needed without a plan
     stages_per_device = 2  stages on each device | the default of the schedule
     partition = [3, 3, 3, 2]  layers per stage; not for a traced model

@@ -146,10 +146,7 @@ class Live(Callback):
         if step is not None:
             left = timedelta(seconds=round((self._steps - step.number) * self._pace.seconds))
             rows.add_row("loss", f"{step.loss:.4g}  {curve(tuple(self._losses))}")
-            rows.add_row(
-                "speed",
-                f"{self._pace.speed()}, {1000 * self._pace.seconds:.4g} ms per step, {left} left",
-            )
+            rows.add_row("speed", f"{self._pace.speed()}, {1000 * self._pace.seconds:.4g} ms per step, {left} left")
             norm = "" if step.norm is None else f", gradient norm {step.norm:.3g}"
             rows.add_row("learning rate", f"{step.rate:.3g}{norm}")
         if self._evaluation:

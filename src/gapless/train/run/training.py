@@ -75,12 +75,7 @@ class Training:
 
 @contextmanager
 def prepared(
-    config: Config,
-    folder: RunFolder,
-    ranks: Ranks,
-    *,
-    start: Path | None = None,
-    progress: Progress | None = None,
+    config: Config, folder: RunFolder, ranks: Ranks, *, start: Path | None = None, progress: Progress | None = None
 ) -> Iterator[Training]:
     """Everything that a run needs, made in the order in which it can fail. A run that the folder holds goes on; `start`
     is a checkpoint of another one to begin with. Nothing is left behind of a run that is refused.

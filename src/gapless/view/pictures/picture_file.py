@@ -17,6 +17,7 @@ from .svg import render, size_of
 
 SUFFIXES = (".svg", ".pdf", ".png")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_HEADLESS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 _FINE = 2  # pixels of a PNG for one of the drawing
 _LONG = 60.0  # seconds for a browser
 
@@ -95,16 +96,9 @@ def _with_browser(picture: str, path: Path, kind: str) -> None:
         wanted = [f"--print-to-pdf={made}", "--no-pdf-header-footer"]
         if kind == ".png":
             wanted = [f"--screenshot={made}", f"--window-size={width},{height}", f"--force-device-scale-factor={_FINE}"]
-        words = [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}",
-        ]
+        words = [browser, *_HEADLESS, f"--user-data-dir={folder}", *wanted, page.as_uri()]
         try:
-            ran = subprocess.run([*words, *wanted, page.as_uri()], capture_output=True, timeout=_LONG, check=False)
+            ran = subprocess.run(words, capture_output=True, timeout=_LONG, check=False)
         except subprocess.TimeoutExpired:
             raise GaplessError(
                 f"{Path(browser).name} took over {_LONG:g} s to draw {path.name}: pip install cairosvg, or write "

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -251,3 +252,10 @@ class Carrier(ABC):
 
     def close(self) -> None:  # noqa: B027
         """All channels are closed."""
+
+
+def reach_in_streams(carriers: Iterable[Carrier], devices: int) -> bool:
+    """Whether all devices are GPUs that reach each other's memory: all ranks say the same."""
+    found = [carrier for carrier in carriers if carrier.shares_memory and carrier.in_stream]
+    pairs = permutations(range(devices), 2)
+    return all(any(carrier.carries((a, b, DIRECT[0])) for carrier in found) for a, b in pairs)
