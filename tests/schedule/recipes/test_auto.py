@@ -132,7 +132,8 @@ def keeps_its_promises(question: tuple[int, int, int, Costs, Number | None, Obje
         except ConfigError:
             continue  # it has another number of stages
         if limit is None or max(other.peak) <= limit:
-            assert value(timeline, objective) <= value(other, objective), name
+            rounded = float(value(other, objective)) * 1e-15  # in another order the same sum has other last bits
+            assert value(timeline, objective) <= value(other, objective) + rounded, name
     assert make("auto") == schedule, "the same question has the same answer"
 
 
