@@ -63,8 +63,8 @@ class Schedules:
         if limit is not None and peak > float(limit) * (1 + 1e-9):
             ways = "use remat" if self.offload == "auto" else "use schedule='auto', offload='auto' or remat"
             raise ScheduleError(
-                f"{made.name or 'the schedule'} holds {peak:g} on a device, which is above memory_limit={limit:g}: "
-                f"raise the limit, or {ways}"
+                f"{made.name or 'the schedule'} holds {peak:g} on a device, in units of costs' activation, which is "
+                f"above memory_limit={limit:g}: raise the limit, or {ways}"
             )
         return made
 

@@ -172,7 +172,10 @@ def test_devices_under_torchrun_are_copies_of_one_pipeline(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody else's launcher, which may mean it
     gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.warns(UserWarning, match="started 2 processes, and devices= makes a pipeline in each.*give mesh="):
+    with pytest.warns(
+        UserWarning,
+        match=r"started 2 processes, and devices= makes a separate pipeline.*init_device_mesh\('cpu', \(2,\)",
+    ):
         gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()
     monkeypatch.setenv("WORLD_SIZE", "1")
     gapless.Pipeline(layers(), devices=2, loss=F.mse_loss).close()

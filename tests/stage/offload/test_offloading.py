@@ -248,9 +248,7 @@ def test_a_pipeline_stays_below_its_memory_limit_as_simulated_or_says_that_it_ca
     except ScheduleError as error:
         said = str(error)
     assert peak <= most
-    assert bool(peak) != bool(
-        re.search(rf"holds [\d.]+ on a device, which is above memory_limit={most:g}: raise", said)
-    )
+    assert bool(peak) != bool(re.search(rf"holds [\d.]+ on a device, .* above memory_limit={most:g}: raise", said))
 
 
 def trains_on_ranks() -> None:

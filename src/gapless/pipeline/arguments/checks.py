@@ -198,18 +198,19 @@ def world_of(
 
         return ManyProcesses(mesh_position(mesh), timeout, intra_op_threads, carriage)
     if isinstance(devices, int | str | torch.device | Sequence):
-        _warn_of_copies()
-        return OneProcess(torch_devices(devices), intra_op_threads)
+        found = torch_devices(devices)
+        _warn_of_copies(found[0].type)
+        return OneProcess(found, intra_op_threads)
     return devices
 
 
-def _warn_of_copies() -> None:
+def _warn_of_copies(kind: str) -> None:
     """Where torchrun has started others that do the same."""
     count = os.environ.get("WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" in os.environ and count.isdecimal() and int(count) > 1:
         warnings.warn(
-            f"torchrun started {count} processes, and devices= makes a pipeline in each, which train apart from each "
-            f"other: for one pipeline over all, give mesh=init_device_mesh('cuda', ({count},), mesh_dim_names=('pp',))",
+            f"torchrun started {count} processes, and devices= makes a separate pipeline in each: for one over "
+            f"all of them, give mesh=init_device_mesh('{kind}', ({count},), mesh_dim_names=('pp',)) instead",
             stacklevel=2,
         )
 
