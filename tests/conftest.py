@@ -3,22 +3,42 @@ a shell switches off for what it starts in the background; one launcher for all 
 """
 
 import gc
-import math
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gapless import slow_work
 from gapless.model.traced import settled
-from tests.launcher import Launcher
+from tests.launcher import Launcher, launching
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.pairs import leave_pairs
 from tests.programs import Programs
 from tests.run.crew import Server
-from tests.run.forked import SELDOM, Launch
+from tests.run.forked import Launch
 from tests.traced_once import Traces
+from tests.unneeded import leave_out
+
+_LAUNCHING = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One launcher for all processes that run tests: it imports torch once."""
+    leave_out()
+    if hasattr(config, "workerinput"):
+        config.stash[_LAUNCHING] = Path(config.workerinput["launching"])
+    else:
+        held = ExitStack()
+        config.stash[_LAUNCHING] = held.enter_context(launching())
+        config.add_cleanup(held.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["launching"] = str(node.config.stash[_LAUNCHING])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,28 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: Python's collector need not look through it, neither meanwhile nor later. And it looks
-    seldom: a trace makes so many objects that it would look hundreds of times.
-    """
+    """What is imported stays: Python's collector need not look through it, neither meanwhile nor later."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
-        gc.set_threshold(*SELDOM)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_seeds_for_later() -> Iterator[None]:
-    """Torch keeps every seed for a GPU that may be used later, with the stack of its call: where there is none, that
-    was a fifth of the time of some tests.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in (torch.cuda, torch.xpu, torch.mtia):
-            if not kind.is_available():
-                patch.setattr(kind, "manual_seed_all", lambda seed: None, raising=False)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -71,21 +76,14 @@ def _begins_alike() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_word_of_slow_work() -> None:
-    """A busy machine would add it to what tests compare; test_slow_work.py has its own limit."""
-    vars(slow_work)["_LONG"] = math.inf
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _ctrl_c() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """One for all tests of this process: it imports torch once."""
-    launcher = Launcher("tests.run.crew", "tests.run.forked", "tests.run.preloaded", "tests.programs")
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    launcher = Launcher(request.config.stash[_LAUNCHING])
     yield launcher
     launcher.close()
 

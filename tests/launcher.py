@@ -1,23 +1,26 @@
 """A process that has imported what ranks need, and forks them whenever it is asked to.
 
-    test --- requests ---> launcher --- forks ---> rank 0, rank 1, ...
-         <--- answers ----
+    tests --- requests ---> launcher --- forks ---> rank 0, rank 1, ...
+          <--- answers ----
 
-To import torch takes seconds, to fork takes milliseconds. No rank outlives whoever asked for it: the launcher ends with
-its standard input, and ranks end with the launcher.
+To import torch takes seconds, to fork takes milliseconds. There is one launcher for all processes that run tests, and
+it imports nothing before somebody asks. No rank outlives whoever asked for it, nor the launcher, which ends with its
+standard input.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,29 +29,46 @@ from benchmarks import die_with_parent
 from gapless.errors import TransportError
 
 _POLL = 0.005
+_MODULES = ("tests.run.crew", "tests.run.forked", "tests.run.preloaded", "tests.programs")
+_SOCKET, _ERRORS = "socket", "errors.txt"
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[Path]:
+    """A launcher while it holds; its folder, for `Launcher`."""
+    # A test may be in another folder.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    with tempfile.TemporaryDirectory() as folder, Path(folder, _ERRORS).open("wb") as errors:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(Path(folder, _SOCKET)))
+        listening.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launcher", str(listening.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=[listening.fileno()],
+            start_new_session=True,  # Ctrl-C is for whoever started it
+        )
+        listening.close()
+        try:
+            yield Path(folder)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all its ranks, which nothing else shares a group with
+            process.communicate()
 
 
 class Launcher:
-    """Starts ranks, says how they have ended, and ends them; the other end of `main` below.
+    """Starts ranks, says how they have ended, and ends them; the other end of `main` below."""
 
-    modules       what the launcher imports before its first fork
-    environment   what its ranks find in theirs, beside what is here
-    """
-
-    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `close`
+    def __init__(self, folder: Path) -> None:
+        self._errors = folder / _ERRORS
         self._asked = 0
-        # A test may be in another folder.
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            start_new_session=True,  # Ctrl-C is for whoever started it
-        )
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(folder / _SOCKET))
+        self._answers = self._socket.makefile()
 
     def start(
         self, function: Callable[..., object], ranks: int, *words: str, said: Sequence[Path], imports: str = ""
@@ -73,77 +93,96 @@ class Launcher:
         self._ask(end=list(pids))
 
     def close(self) -> None:
-        """End the launcher with all its ranks, which nothing else shares a process group with."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for end in (self._process.stdin, self._process.stdout):
-            if end is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    end.close()
-        self._process.wait()
-        self._errors.close()
+        """End what was started here and is still there."""
+        self._answers.close()
+        self._socket.close()
 
     def _ask(self, **question: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._asked += 1
         with contextlib.suppress(BrokenPipeError):  # it has gone, and there is no answer either
-            self._process.stdin.write(json.dumps({"number": self._asked, **question}) + "\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            answer = json.loads(line)
-            if answer["number"] == self._asked:  # whoever asked before was interrupted
-                if "failed" in answer:
-                    raise TransportError(f"the process that starts ranks failed: {answer['failed']}")
-                return answer["answer"]
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+            self._socket.sendall(json.dumps({"number": self._asked, **question}).encode() + b"\n")
+        with contextlib.suppress(ConnectionResetError):
+            for line in self._answers:
+                answer = json.loads(line)
+                if answer["number"] == self._asked:  # whoever asked before was interrupted
+                    if "failed" in answer:
+                        raise TransportError(f"the process that starts ranks failed: {answer['failed']}")
+                    return answer["answer"]
+        lines = self._errors.read_text("utf-8", "replace").strip().splitlines()
         raise TransportError(f"the process that starts ranks has ended: {lines[-1] if lines else 'it did not say why'}")
 
 
 # -- in the launcher ---------------------------------------------------------------------------------------------------
 
 
-def _serve() -> Callable[[], object] | None:
-    """In the launcher until nobody asks any more; in a rank what it is to do."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+def _serve(listening: socket.socket) -> Callable[[], object] | None:
+    """In the launcher until its standard input ends; in a rank what it is to do."""
     statuses: dict[int, int] = {}
-    running: set[int] = set()
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer: Any = None
-        if "start" in question:
-            try:
-                function = _found(question)
-            except Exception as error:
-                reply = {"number": question["number"], "failed": f"{type(error).__name__}: {error}"}
-                print(json.dumps(reply), file=answers, flush=True)
-                continue
-            gc.freeze()  # what is here stays: ranks need not look through it, nor copy it by doing so
-            answer = []
-            for rank, file in enumerate(question["said"]):
-                child = os.fork()
-                if child == 0:
-                    answers.close()
-                    die_with_parent()
-                    _print_into(file)
-                    return lambda: function(rank, question["ranks"], *question["words"])
-                answer.append(child)
-            running.update(answer)
-        elif "end" in question:
-            _end(running.intersection(question["end"]), running, statuses)
-        else:
-            _reap(running, statuses)
-            answer = {pid: statuses[pid] for pid in question["statuses"] if pid in statuses}
-        print(json.dumps({"number": question["number"], "answer": answer}), file=answers, flush=True)
-    _end(set(running), running, statuses)
-    return None
+    asking: dict[socket.socket, set[int]] = {}  # who asks, and which ranks of theirs are still there
+    unread: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as ready:
+        for source in (sys.stdin, listening):
+            ready.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is sys.stdin:
+                    return None  # ranks end with their parent
+                if key.fileobj is listening:
+                    client, _ = listening.accept()
+                    asking[client], unread[client] = set(), b""
+                    ready.register(client, selectors.EVENT_READ)
+                    continue
+                client = key.fileobj  # type: ignore[assignment]
+                try:
+                    said = client.recv(1 << 16)
+                except ConnectionResetError:
+                    said = b""
+                *lines, unread[client] = (unread[client] + said).split(b"\n")
+                for line in lines:
+                    work, reply = _answered(json.loads(line), asking[client], statuses)
+                    if work is not None:
+                        for each in (listening, *asking):
+                            each.close()
+                        return work
+                    with contextlib.suppress(BrokenPipeError):  # it has gone meanwhile
+                        client.sendall(json.dumps(reply).encode() + b"\n")
+                if not said:
+                    ready.unregister(client)
+                    _end(asking[client], asking.pop(client), statuses)
+                    client.close()
+
+
+def _answered(
+    question: dict[str, Any], running: set[int], statuses: dict[int, int]
+) -> tuple[Callable[[], object] | None, dict[str, Any]]:
+    """The answer; or in a rank that was asked for, what it is to do."""
+    answer: Any = None
+    if "start" in question:
+        try:
+            function = _found(question)
+        except Exception as error:
+            return None, {"number": question["number"], "failed": f"{type(error).__name__}: {error}"}
+        gc.freeze()  # what is here stays: ranks need not look through it, nor copy it by doing so
+        answer = []
+        for rank, file in enumerate(question["said"]):
+            child = os.fork()
+            if child == 0:
+                die_with_parent()
+                _print_into(file)
+                return functools.partial(function, rank, question["ranks"], *question["words"]), {}
+            answer.append(child)
+        running.update(answer)
+    elif "end" in question:
+        _end(running.intersection(question["end"]), running, statuses)
+    else:
+        _reap(running, statuses)
+        answer = {pid: statuses[pid] for pid in question["statuses"] if pid in statuses}
+    return None, {"number": question["number"], "answer": answer}
 
 
 def _found(question: dict[str, Any]) -> Callable[..., object]:
-    if question["imports"]:
-        import_module(question["imports"])
+    for name in (*_MODULES, *filter(None, [question["imports"]])):
+        import_module(name)
     module, _, path = question["start"].partition(":")
     function: Callable[..., object] = getattr(import_module(module), path)
     return function
@@ -175,16 +214,14 @@ def _end(pids: set[int], running: set[int], statuses: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Import what is named on the command line, then serve; a rank returns from here and does its work."""
+    """Serve; a rank returns from there and does its work."""
     die_with_parent()
     # Whether there is a GPU is asked without its driver: what has asked the driver has no GPU after a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in sys.argv[1:]:
-        import_module(name)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    work = _serve()
+    work = _serve(socket.socket(fileno=int(sys.argv[1])))
     if work is not None:
         work()
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from benchmarks.peer.ranks import join_group
 from tests.launcher import Launcher
 
-SELDOM = (20_000, 20, 50)  # Python's collector looks so often, in tests and in ranks
 _POLL = 0.02
 _PATIENCE = 20.0  # for ranks that wait for one that has failed
 

@@ -1,8 +1,6 @@
 """What ranks need sooner or later: imported by the launcher, once for all of them."""
 
 import contextlib
-import gc
-import math
 
 import torch
 import torch.distributed.fsdp
@@ -12,21 +10,14 @@ from torch import nn
 
 import gapless.pipeline.pipeline
 import gapless.run.ranks.many_processes  # noqa: F401
-from gapless import slow_work
 from gapless.errors import ConfigError
 from gapless.schedule.recipes.optimal.cp_sat import solver_module
-from tests.run.forked import SELDOM
+from tests.unneeded import leave_out
 
-gc.set_threshold(*SELDOM)
-vars(slow_work)["_LONG"] = math.inf  # as in tests/conftest.py
+leave_out()
 
 # What torch imports at the first use of an optimizer, and of a trace.
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
 torch.export.export(nn.Linear(1, 1), (torch.zeros(2, 1),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
 with contextlib.suppress(ConfigError):  # where there is none, its tests say so
     solver_module()
-
-# As in tests/conftest.py: a seed for a GPU that is not there would be kept with the stack of its call.
-for kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not kind.is_available():
-        vars(kind)["manual_seed_all"] = lambda seed: None
