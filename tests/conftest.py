@@ -103,14 +103,14 @@ def programs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pr
     return Programs(launcher, tmp_path_factory.mktemp("programs"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _traces() -> Traces:
     return Traces()
 
 
 @pytest.fixture
 def traced_once(_traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test with many ways to run a model: in its file a model is traced once for all of them."""
+    """For a test with many ways to run a model: a model is traced once for all of them."""
     monkeypatch.setattr(settled, "Trace", _traces)
 
 

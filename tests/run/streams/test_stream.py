@@ -30,6 +30,20 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
+class Assigning(torch.optim.SGD):
+    """Writes new data instead of changing them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data = each.data - group["lr"] * each.grad
+
+
+def assigning(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Assigning(params, lr=0.1)
+
+
 def slower(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
@@ -145,26 +159,23 @@ def check(
         assert_follows(pipe, kind, plain, batches(count), optimizer=optimizer, **how)
 
 
-@pytest.mark.in_pairs
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["stashing", "vertical"])
-@pytest.mark.parametrize("model", ["linear", "blocks", "dropout"])
-@pytest.mark.parametrize("optimizer", [momentum, adam])
-def test_pipedream_has_the_weights_of_its_formula(devices: int, kind: str, model: str, optimizer: Optimize) -> None:
-    check(kind, make(model), devices, 9, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("devices", "microbatches", "model"), [(2, 2, "linear"), (2, 4, "dropout"), (3, 4, "linear"), (4, 4, "dropout")]
-)
-def test_2bw_has_the_weights_of_its_formula(devices: int, microbatches: int, model: str) -> None:
-    check("2bw", make(model), devices, 6, microbatches=microbatches)
-
-
-@pytest.mark.parametrize("remat", ["stage", "layer"])
-@pytest.mark.parametrize("kind", ["stashing", "2bw"])
-def test_remat_finds_the_version_of_its_forward(remat: Any, kind: str) -> None:
-    check(kind, make("dropout"), 3, 7, remat=remat)
+@pytest.mark.parametrize("seed", [*range(36), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(36, 200))])
+def test_a_stream_has_the_weights_of_its_formula(seed: int) -> None:
+    """Every kind on every number of devices, each with other settings, which meet at random."""
+    drawn = random.Random(seed)
+    kind, devices, count = list(RULES)[seed % 3], 1 + seed % 4, drawn.choice([1, 2, 3, 6, 8, 10])
+    model = make(drawn.choice(["linear", "blocks", "dropout"]))
+    how: dict[str, Any] = {"ahead": drawn.random() < 0.4}
+    if frozen := not how["ahead"] and drawn.random() < 0.3:
+        model[0].requires_grad_(False)
+    if drawn.random() < 0.5:
+        how["drains"] = drawn.sample(range(count), min(count, 3))
+    optimizer = drawn.choice([momentum, adam] if how["ahead"] or frozen else [momentum, adam, assigning])
+    how |= {"scheduler": drawn.choice([None, slower]), "clip": drawn.choice([None, 0.1])}
+    how |= {"annealed_over": drawn.choice([None, 5]), "split": drawn.random() < 0.3}
+    how |= {"remat": drawn.choice(["none", "stage", "layer"])}
+    microbatches = drawn.choice([max(2, devices), 4]) if kind == "2bw" else 1
+    check(kind, model, devices, count, optimizer, microbatches=microbatches, **how)
 
 
 def checkpointed(layer: nn.Module, use_reentrant: bool) -> nn.Module:
@@ -212,45 +223,12 @@ def test_the_loss_of_a_minibatch_is_added_in_the_order_of_its_microbatches() -> 
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
-def test_schedulers_and_clipping_are_the_stage_s_own(kind: str) -> None:
-    check(kind, make("blocks"), 3, 8, scheduler=slower, clip=0.1)
-
-
-@pytest.mark.in_pairs
-@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
-@pytest.mark.parametrize("optimizer", [momentum, adam])
-@pytest.mark.parametrize("annealed_over", [None, 5])
-def test_corrections_are_those_of_their_formulas(kind: str, optimizer: Optimize, annealed_over: int | None) -> None:
-    how: Any = {"ahead": True, "annealed_over": annealed_over, "scheduler": slower, "drains": {2, 5}}
-    check(kind, make("dropout"), 4, 9, optimizer, **how)
-
-
 def test_the_nesterov_form_brings_its_own_optimizer() -> None:
     with pipeline() as pipe:
         before = weights(pipe)
         with pipe.stream(correction="nesterov", lr=0.01) as stream:
             assert len(list(stream.run(batches(5)))) == 5
         assert not any(map(torch.equal, before, weights(pipe)))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 12])
-def test_few_minibatches_are_enough(count: int) -> None:
-    check("stashing", make("linear"), 4, count)
-
-
-@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_draining_in_between_changes_no_bit(kind: str, seed: int) -> None:
-    drains = set(random.Random(seed).sample(range(14), 5))
-    check(kind, make("dropout"), 3, 14, adam, drains=drains)
-
-
-def test_a_frozen_parameter_and_one_without_gradient_are_shared_by_all_versions() -> None:
-    model = make("linear")
-    for each in model[0].parameters():
-        each.requires_grad_(False)
-    check("stashing", model, 4, 8)
 
 
 class Fails(nn.Linear):
@@ -622,21 +600,6 @@ def test_weights_that_changed_between_two_runs_are_refused(change: str) -> None:
             return
         with pytest.raises(ConfigError, match="make a new stream"):
             list(first.run(data))
-
-
-class Assigning(torch.optim.SGD):
-    """Writes new data instead of changing them."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.data = each.data - group["lr"] * each.grad
-
-
-def test_an_optimizer_that_assigns_new_data_trains() -> None:
-    for devices in (1, 3):
-        check("stashing", make("linear"), devices, 6, lambda params: Assigning(params, lr=0.1))
 
 
 def test_2bw_evaluates() -> None:

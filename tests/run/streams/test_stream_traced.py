@@ -21,7 +21,6 @@ from tests.run.streams.test_stream import (
     adam,
     batches,
     by_formula,
-    check,
     make,
     momentum,
     pipeline,
@@ -95,11 +94,6 @@ def test_an_evaluation_that_traces_once_more_changes_nothing() -> None:
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 def test_traced_models_in_every_way(kind: str, split: bool, remat: Any) -> None:
     traced(kind, 0.2, split=split, evaluations={0, 3, 4, 7}, remat=remat)
-
-
-@pytest.mark.parametrize(("kind", "remat"), [("stashing", "none"), ("vertical", "layer"), ("2bw", "stage")])
-def test_the_halves_of_a_backward_use_the_version_of_its_forward(kind: str, remat: Any) -> None:
-    check(kind, make("dropout"), 3, 8, adam, split=True, remat=remat)
 
 
 class Unseen(torch.autograd.Function):
