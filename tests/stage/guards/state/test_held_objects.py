@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError, GaplessError
@@ -284,92 +282,6 @@ def test_a_loss_that_holds_all_layers_for_their_weights_does_no_harm() -> None:
         return layers, loss
 
     assert_same_as_loop(make, state=lambda layers: [layers[0].count, layers[2].count])
-
-
-@pytest.mark.in_pairs
-@pytest.mark.parametrize("options", [{"remat": "stage"}, {"remat": "layer"}, {}])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("where", ["object", "table", "history", "closure"])
-def test_state_in_an_object_that_begins_to_change_later(where: str, schedule: str, options: dict[str, Any]) -> None:
-    """It was learnt in the first forward, and at steps 1, 2, 4 and so on; what began at step 3 was not undone."""
-
-    class Changes(nn.Module):
-        def __init__(self, clock: Clock) -> None:
-            super().__init__()
-            self.linear, self.settings = linear(), Settings(clock, 3)
-            scale = 1.0
-
-            def compute(x: Tensor) -> Tensor:
-                held = self.settings
-                return torch.tanh(self.linear(x) * held.temperature * held.table["t"] * scale + sum(held.history))
-
-            def anneal() -> None:
-                nonlocal scale
-                scale *= 0.9
-
-            self.compute, self.anneal, self.scale = compute, anneal, lambda: scale
-
-        def forward(self, x: Tensor) -> Any:
-            held = self.settings
-            if held.begun:
-                if where == "object":
-                    held.temperature *= 0.9
-                elif where == "table":
-                    held.table["t"] *= 0.9
-                elif where == "history":
-                    held.history.append(float(x.detach().mean()))
-                else:
-                    self.anneal()
-            return self.compute(x) if options else checkpoint(self.compute, x, use_reentrant=False)
-
-    def state(layers: Any) -> Any:
-        return [(e.settings.temperature, dict(e.settings.table), list(e.settings.history), e.scale()) for e in layers]
-
-    assert_same_as_loop(
-        lambda clock: ([Changes(clock) for _ in range(4)], F.mse_loss),
-        schedule=schedule,
-        state=state,
-        **options,
-    )
-
-
-@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "_checkpoint_impl"), reason="a decorator from torch 2.15 on")
-@pytest.mark.parametrize("begins", BEGINS)
-def test_a_checkpoint_may_be_a_decorator(begins: int) -> None:
-    class Checkpoints(Counts):
-        def forward(self, x: Tensor) -> Any:
-            if self.settings.begun:
-                self.count += 1
-            decorate: Any = checkpoint
-            return decorate(use_reentrant=False)(self.compute)(x)
-
-        def compute(self, x: Tensor) -> Tensor:
-            return F.dropout(torch.tanh(self.linear(x) * (1 + 0.1 * self.count)), 0.2)
-
-    assert_same_as_loop(
-        lambda clock: ([linear(), *(Checkpoints(Settings(clock, begins)) for _ in range(3))], F.mse_loss),
-        schedule="1f1b",
-        state=lambda layers: [each.count for each in layers[1:]],
-    )
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("begins", BEGINS)
-def test_a_checkpoint_that_leaves_the_generators_alone_finds_its_forwards_state(begins: int, reentrant: bool) -> None:
-    class Checkpoints(Counts):
-        def forward(self, x: Tensor) -> Any:
-            if self.settings.begun:
-                self.count += 1
-            return checkpoint(self.compute, x, use_reentrant=reentrant, preserve_rng_state=False)
-
-        def compute(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.linear(x) * (1 + 0.1 * self.count))
-
-    assert_same_as_loop(
-        lambda clock: ([linear(), *(Checkpoints(Settings(clock, begins)) for _ in range(3))], F.mse_loss),
-        schedule="gpipe",
-        state=lambda layers: [each.count for each in layers[1:]],
-    )
 
 
 def refused_on_ranks() -> None:
