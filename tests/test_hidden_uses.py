@@ -18,6 +18,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
+from tests.by_hand import seeded_loop
 from tests.pipelines import assert_same_gradients
 from tests.stage.state_loops import linear
 
@@ -59,16 +60,8 @@ def assert_exact(
                 pipe.step(x[step], y[step])
     criterion = loss(plain)
     for step in range(2):
-        parts = zip(x[step].tensor_split(MICROBATCHES), y[step].tensor_split(MICROBATCHES), strict=True)
-        for microbatch, (value, target) in enumerate(parts):
-            share = len(target) / SAMPLES
-            with context():
-                out: Any = value
-                for number, layer in enumerate(plain):
-                    torch.manual_seed(gapless.seed_of(seed, step, microbatch, number))
-                    out = layer(out)
-                value_of_loss = criterion(out, target)
-            (value_of_loss * share).backward()
+        asked: dict[str, Any] = {"microbatches": MICROBATCHES, "seed": seed, "step": step, "around": context}
+        seeded_loop(plain, x[step], y[step], loss=criterion, **asked)
     mine, theirs = nn.ModuleList(ours), nn.ModuleList(plain)
     assert_same_gradients(mine, theirs)
     for (name, left), right in zip(mine.named_buffers(), theirs.buffers(), strict=True):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
+from tests.by_hand import seeded_loop
 from tests.stage.state_loops import Clock, linear
 
 from .random_models.blocks import Do
@@ -102,12 +103,8 @@ def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **op
                 done()
         return found
     for clock.step in range(STEPS):
-        parts = zip(x[clock.step].tensor_split(MICROBATCHES), y[clock.step].tensor_split(MICROBATCHES), strict=True)
-        for microbatch, (value, target) in enumerate(parts):
-            for number, layer in enumerate(layers):
-                torch.manual_seed(gapless.seed_of(SEED, clock.step, microbatch, number))
-                value = layer(value)
-            (loss(value, target) * (len(target) / SAMPLES)).backward()
+        now = x[clock.step], y[clock.step]
+        seeded_loop(layers, *now, loss=loss, microbatches=MICROBATCHES, seed=SEED, step=clock.step)
         done()
     return found
 

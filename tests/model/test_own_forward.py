@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import gapless
 from gapless.errors import ConfigError, PartitionError
-from tests.model.by_hand import assert_same_bits, in_order, loop, same
+from tests.by_hand import assert_same_bits, in_order, loop, same, seeded_loop
 
 
 class Residual(nn.Sequential):
@@ -226,10 +226,6 @@ def test_a_function_that_bears_the_name_of_one_of_torchs_draws_from_its_seed() -
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss, seed=3) as pipe:
         pipe.step(x, y)
-    for microbatch, (part, goal) in enumerate(zip(x.tensor_split(4), y.tensor_split(4), strict=True)):
-        for number, layer in enumerate(plain):
-            torch.manual_seed(gapless.seed_of(3, 0, microbatch, number))
-            part = layer(part)
-        (F.mse_loss(part, goal) * 0.25).backward()
+    seeded_loop(plain, x, y, seed=3)
     for number in (0, 2):
         assert torch.equal(layers[number].weight.grad, plain[number].weight.grad)

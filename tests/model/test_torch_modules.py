@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
+from tests.by_hand import seeded_loop
 
 SEED, SIZE, MICROBATCHES = 3, 8, 3
 Use = Callable[[Any, Tensor], Tensor]
@@ -53,11 +54,7 @@ def differs(module: nn.Module, use: Use, schedule: str = "1f1b", remat: Any = "n
             losses += pipe.step(x, y).losses
     expected: list[Tensor] = []
     for step in range(steps):
-        for number, (part, goal) in enumerate(zip(x.tensor_split(3), y.tensor_split(3), strict=True)):
-            torch.manual_seed(gapless.seed_of(SEED, step, number, 0))
-            loss = F.mse_loss(plain(part), goal)
-            (loss * (len(part) / SIZE)).backward()
-            expected.append(loss.detach())
+        expected += seeded_loop([plain], x, y, microbatches=MICROBATCHES, seed=SEED, step=step)
     found = [f"loss {n}" for n, (ours, other) in enumerate(zip(losses, expected, strict=True)) if ours != other]
     for (name, ours), other in zip(model.state_dict(keep_vars=True).items(), plain.state_dict().values(), strict=True):
         if not torch.equal(ours, other):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from tests.by_hand import seeded_loop
 
 WIDTH, STEPS = 6, 5
 Loss = Callable[[Any, Tensor], Tensor]
@@ -71,13 +72,7 @@ def assert_same_as_loop(
                 if pipe is not None:
                     losses = list(pipe.step(x, y).losses)
                 else:
-                    for m, (value, goal) in enumerate(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)):
-                        for number, layer in enumerate(layers):
-                            torch.manual_seed(gapless.seed_of(0, clock.step, m, number))
-                            value = layer(value)
-                        one = loss(value, goal)
-                        (one * (1 / microbatches)).backward()
-                        losses.append(one)
+                    losses = seeded_loop(layers, x, y, loss=loss, microbatches=microbatches, step=clock.step)
                 seen.append(left(layers, loss, losses, state))
                 if optimizer is not None:
                     optimizer.step()

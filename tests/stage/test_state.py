@@ -50,7 +50,8 @@ class Stateful(nn.Module):
             nonlocal scale
             scale *= 0.9
 
-        self.anneal, self.annealed = anneal, lambda: scale
+        self.anneal: Callable[[], None] = anneal
+        self.annealed: Callable[[], float] = lambda: scale
         self.count, self.seen, self.table, self.settings = 0, list[float](), {"t": 1.0}, Settings()
         self.mean, self.in_place = torch.zeros(6), torch.zeros(6)
         self.register_buffer("scale", torch.ones(()))

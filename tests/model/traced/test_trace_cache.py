@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 import gapless
 from gapless.errors import ConfigError, PartitionError
 from gapless.pipeline.edits import followed
-from tests.model.by_hand import assert_same_bits, in_order, loop, same
+from tests.by_hand import assert_same_bits, in_order, loop, same
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 

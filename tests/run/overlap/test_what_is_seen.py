@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 from gapless.errors import ConfigError
 from gapless.schedule.lower import consecutive
+from tests.by_hand import seeded_loop
 from tests.measured_picture import three_steps
 from tests.pipelines import Do, Own
 from tests.run.forked import Launch
@@ -42,19 +43,11 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn(x.shape, generator=self.generator)
 
 
-def waits(run: Run, model: nn.Module, steps: int, seeded: bool = False) -> nn.Module:
+def waits(run: Run, model: nn.Sequential, steps: int) -> nn.Sequential:
     """A loop over microbatches."""
     optimizer, _ = run.optimizer_of(model.parameters())
     for step in range(steps):
-        x, y = run.batch(step)
-        parts = zip(x.tensor_split(run.microbatches), y.tensor_split(run.microbatches), strict=True)
-        for microbatch, (value, target) in enumerate(parts):
-            count = len(value)
-            for number, layer in enumerate(model):  # type: ignore[arg-type,var-annotated]
-                if seeded:
-                    torch.manual_seed(gapless.seed_of(0, step, microbatch, number))
-                value = layer(value)
-            (F.mse_loss(value, target) * (count / len(x))).backward()
+        seeded_loop(model, *run.batch(step), microbatches=run.microbatches, step=step)
         if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
         optimizer.zero_grad()
@@ -77,7 +70,7 @@ def test_forwards_that_run_again_leave_no_trace(layer: Any, schedule: str) -> No
         for step in range(14):
             training.step(*run.batch(step))
         training.settle()
-    wanted = waits(run, model(), 14, seeded=layer not in (Counter, Noise))
+    wanted = waits(run, model(), 14)
     assert all(map(torch.equal, trained.parameters(), wanted.parameters()))
     assert [each.calls for each in trained if isinstance(each, Counter)] == [
         each.calls for each in wanted.modules() if isinstance(each, Counter)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import gapless
 from gapless.errors import ConfigError, TransportError
 from gapless.train import Trainer
+from tests.by_hand import seeded_loop
 from tests.pipelines import SEED, assert_same, mlp, tokens
 from tests.run.forked import Launch
 from tests.run.ranks.test_many_processes import logits_loss, tied_layers
@@ -46,13 +47,8 @@ def accumulated(model: nn.Sequential, data: Any, loss: Any, first_step: int, rep
     """
     samples = sum(len(x) for step in data for x, _ in step)
     for step, batches in enumerate(data):
-        x, y = batches[replica]
-        for number, (part, goal) in enumerate(zip(x.tensor_split(4), y.tensor_split(4), strict=True)):
-            value: Any = part
-            for layer_number, layer in enumerate(model):
-                torch.manual_seed(gapless.seed_of(SEED, first_step + step, 4 * replica + number, layer_number))
-                value = layer(value)
-            (loss(value, goal) * (len(part) / samples)).backward()
+        place: dict[str, Any] = {"seed": SEED, "step": first_step + step, "first": 4 * replica, "samples": samples}
+        seeded_loop(model, *batches[replica], loss=loss, **place)
 
 
 def check(

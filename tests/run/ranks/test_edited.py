@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, PartitionError
-from tests.model.by_hand import loop, same
+from tests.by_hand import loop, same
 from tests.model.traced.test_trace_cache import EDITS, Net, _layers
 from tests.run.forked import Launch
 from tests.run.ranks.test_many_processes import line

@@ -26,6 +26,7 @@ from gapless.run.ranks.wire.groups import connected, network_device
 from gapless.run.ranks.wire.layout import TreeLayout
 from gapless.run.ranks.wire.message import Message, Reader, Writer
 from gapless.schedule.recipes import RECIPES
+from tests.by_hand import seeded_loop
 from tests.pipelines import (
     CASES,
     SEED,
@@ -494,18 +495,11 @@ def _replicas(
 def _plain(
     model: nn.Sequential, x: Tensor, y: Tensor, loss: Any, step: int, first: int, samples: int
 ) -> list[tuple[Tensor, float]]:
-    """The plain loop over one replica's microbatches, numbered from `first`."""
-    done = []
+    """The plain loop over one replica's microbatches, numbered from `first`: their losses and shares."""
     count = min(4, len(x))
-    for number, (part, goal) in enumerate(zip(x.tensor_split(count), y.tensor_split(count), strict=True)):
-        value: Any = part
-        for layer_number, layer in enumerate(model):
-            torch.manual_seed(gapless.seed_of(SEED, step, first + number, layer_number))
-            value = layer(value)
-        found = loss(value, goal)
-        (found * (len(part) / samples)).backward()
-        done.append((found.detach(), len(part) / samples))
-    return done
+    place: dict[str, Any] = {"microbatches": count, "seed": SEED, "step": step, "first": first, "samples": samples}
+    losses = seeded_loop(model, x, y, loss=loss, **place)
+    return [(found, len(part) / samples) for found, part in zip(losses, x.tensor_split(count), strict=True)]
 
 
 def test_replicas_add_up_to_the_plain_loop(launch: Launch) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from tests.by_hand import seeded_loop
 from tests.pipelines import assert_same_gradients
 
 SEED = 3
@@ -44,16 +45,9 @@ def test_a_compiled_helper_of_layers_and_loss_is_that_of_the_plain_loop(
         return lambda out, y: squares(out, y).mean()
 
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    plain, criterion, expected = layers(), loss(), []
+    plain, criterion, expected = layers(), loss(), list[Tensor]()
     for step in range(2):
-        for number, (part, goal) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
-            out = part
-            for place, layer in enumerate(plain):
-                torch.manual_seed(gapless.seed_of(SEED, step, number, place))
-                out = layer(out)
-            value = criterion(out, goal)
-            (value / 4).backward()
-            expected.append(value.detach())
+        expected += seeded_loop(plain, x, y, loss=criterion, seed=SEED, step=step)
     ours, losses = layers(), list[Tensor]()
     with gapless.Pipeline(
         ours, devices=2, schedule=schedule, remat=remat, microbatches=4, loss=loss(), seed=SEED, intra_op_threads=1

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gapless
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.stage import Stage
+from tests.by_hand import seeded_loop
 from tests.pipelines import assert_same_gradients
 
 M = 4
@@ -126,15 +127,6 @@ class Learner(nn.Module):
         return self.calls
 
 
-def plain(layers: nn.Sequential, x: Tensor, y: Tensor, step: int) -> None:
-    for number, (some, wanted) in enumerate(zip(x.chunk(M), y.chunk(M), strict=True)):
-        value = some.clone()
-        for index, layer in enumerate(layers):
-            torch.manual_seed(gapless.seed_of(0, step, number, index))
-            value = layer(value)
-        (F.mse_loss(value, wanted) / M).backward()
-
-
 def states(model: nn.Sequential) -> list[Any]:
     return [layer.state() for layer in model if isinstance(layer, (Keeper, Learner))]
 
@@ -149,7 +141,7 @@ def compare(model: nn.Sequential, schedule: str, steps: int, **options: Any) -> 
             model.zero_grad()
             reference.zero_grad()
             pipe.step(x, y)
-            plain(reference, x, y, step)
+            seeded_loop(reference, x, y, microbatches=M, step=step)
             assert states(model) == states(reference), step
             assert_same_gradients(model, reference, f"step {step}")
 

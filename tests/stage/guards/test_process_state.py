@@ -26,6 +26,7 @@ from gapless.errors import ConfigError
 from gapless.stage.guards.process_state import watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.random.draws import Draws
+from tests.by_hand import seeded_loop
 from tests.pipelines import Do, assert_same_gradients
 from tests.stage.state_loops import Clock
 
@@ -96,8 +97,7 @@ def assert_exact(model: nn.Sequential, *, devices: int, steps: int = 2, microbat
         for step in range(steps):
             x, y = torch.randn(2 * microbatches, 6), torch.randn(2 * microbatches, 6)
             pipe.step(x, y)
-            for part, target in zip(x.split(2), y.split(2), strict=True):
-                (F.mse_loss(reference(part), target) / microbatches).backward()
+            seeded_loop(reference, x, y, microbatches=microbatches)
             assert_same_gradients(model, reference, f"step {step}")
 
 
@@ -205,13 +205,7 @@ def trained(layers: nn.Sequential, *, steps: int, microbatches: int, options: di
             if options is not None:
                 pipe.step(x[clock.step], y[clock.step])
             else:
-                for number, (value, target) in enumerate(
-                    zip(x[clock.step].split(2), y[clock.step].split(2), strict=True)
-                ):
-                    for index, layer in enumerate(layers):
-                        torch.manual_seed(gapless.seed_of(3, clock.step, number, index))
-                        value = layer(value)
-                    (F.mse_loss(value, target) / microbatches).backward()
+                seeded_loop(layers, x[clock.step], y[clock.step], microbatches=microbatches, seed=3, step=clock.step)
             found += [each.grad.clone() for each in layers.parameters() if each.grad is not None]
             layers.zero_grad()
     return found
@@ -400,8 +394,7 @@ def test_a_generator_for_each_stage_draws_as_in_the_plain_loop() -> None:
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, intra_op_threads=1) as pipe:
         x, y = torch.randn(8, 6), torch.randn(8, 6)
         pipe.step(x, y)
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        (F.mse_loss(plain(part), target) / 4).backward()
+    seeded_loop(plain, x, y)
     assert_same_gradients(model, plain, "gradients")
 
 

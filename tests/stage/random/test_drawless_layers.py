@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.stage.random.drawless_layers import Unwatched
+from tests.by_hand import seeded_loop
 from tests.pipelines import Own, assert_same_gradients
 
 STEPS, LATE = 5, 3
@@ -54,16 +55,8 @@ def training(model: nn.Sequential, change: Callable[[nn.Sequential], None], **op
             plain.zero_grad()
             if step == LATE:
                 change(plain)
-            total = torch.zeros(())
-            for microbatch, part in enumerate(x.split(2)):
-                value: Any = part
-                for number, layer in enumerate(plain):
-                    torch.manual_seed(gapless.seed_of(7, step, microbatch, number))
-                    value = layer(value)
-                one = F.mse_loss(value, part)
-                (one * (2 / 6)).backward()
-                total = total + one.detach() * (2 / 6)
-            assert torch.equal(total, loss), step  # type: ignore[arg-type]
+            losses = seeded_loop(plain, x, x, microbatches=3, seed=7, step=step)
+            assert torch.equal(sum(one * (2 / 6) for one in losses), loss), step  # type: ignore[arg-type]
             assert_same_gradients(model, plain, f"step {step}")
 
 

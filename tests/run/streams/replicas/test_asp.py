@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.run.streams.replicas.order import Order
+from tests.by_hand import seeded_loop
 from tests.pipelines import Do, alive, mlp
 
 SEED = 7
@@ -115,14 +116,9 @@ def sequential(
             reads += 1
             continue
         minibatch, mine = read.pop(replica)
-        x, y = data[minibatch]
-        with context():
-            for number, layer in enumerate(mine if isinstance(mine, nn.Sequential) else [mine]):
-                torch.manual_seed(gapless.seed_of(SEED, minibatch, 0, number))
-                x = layer(x)
-            loss = F.mse_loss(x, y)
-        loss.backward()
-        losses[minibatch] = loss.detach()
+        layers = mine if isinstance(mine, nn.Sequential) else [mine]
+        asked: dict[str, Any] = {"microbatches": 1, "seed": SEED, "step": minibatch, "around": context}
+        (losses[minibatch],) = seeded_loop(layers, *data[minibatch], **asked)
         for ours, its in zip(model.parameters(), mine.parameters(), strict=True):
             ours.grad = its.grad
         optimizer.step()

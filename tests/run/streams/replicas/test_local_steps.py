@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from tests.by_hand import seeded_loop
 from tests.pipelines import alive, mlp
 from tests.run.streams.replicas.test_asp import SEED, Make, adam, batches, sgd
 
@@ -69,15 +70,11 @@ class Sequential:
         return losses
 
     def step(self, number: int, minibatch: int, x: Tensor, y: Tensor) -> Tensor:
-        for layer_number, layer in enumerate(self.copies[number]):
-            torch.manual_seed(gapless.seed_of(SEED, minibatch, 0, layer_number))
-            x = layer(x)
-        loss = F.mse_loss(x, y)
         self.optimizers[number].zero_grad()
-        loss.backward()
+        (loss,) = seeded_loop(self.copies[number], x, y, microbatches=1, seed=SEED, step=minibatch)
         self.optimizers[number].step()
         self.schedulers[number].step()
-        return loss.detach()
+        return loss
 
     def average(self, came: list[int]) -> None:
         for parameters in zip(*(self.copies[number].parameters() for number in came), strict=True):

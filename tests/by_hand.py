@@ -1,13 +1,16 @@
-"""Training as a user writes it, without a line of the library: what pipelines are compared with, every bit."""
+"""Training as a user writes it, with nothing of gapless but its seeds: what pipelines are compared with, every bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import gapless
 
 
 def loop(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, microbatches: int = 4) -> Tensor:
@@ -18,6 +21,37 @@ def loop(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, microbatches: 
         loss.backward()
         total = total + loss.detach()
     return total
+
+
+def seeded_loop(
+    layers: Iterable[Callable[..., Any]],
+    x: Tensor,
+    y: Tensor,
+    *,
+    loss: Callable[[Any, Any], Tensor] = F.mse_loss,
+    microbatches: int = 4,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+    samples: int | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Tensor]:
+    """One minibatch through layers that draw, each from its own seed: the losses of its microbatches, which are
+    numbered from `first` on. They count by their share of `samples`, which are those of the minibatch alone if nobody
+    says otherwise.
+    """
+    losses, layers = [], list(layers)
+    parts = zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+    for microbatch, (part, goal) in enumerate(parts, first):
+        with around():
+            value: Any = part.clone()  # which a layer may write into
+            for number, layer in enumerate(layers):
+                torch.manual_seed(gapless.seed_of(seed, step, microbatch, number))
+                value = layer(value)
+            found = loss(value, goal)
+        (found * (len(part) / (samples or len(x)))).backward()
+        losses.append(found.detach())
+    return losses
 
 
 def same(ours: Tensor | None, plain: Tensor) -> bool:
