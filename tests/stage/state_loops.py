@@ -23,9 +23,11 @@ class Clock:
     step = 0
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(STEPS, 8, WIDTH, generator=made) for _ in range(2))
+def batches(microbatches: int, numbered: bool) -> list[tuple[Tensor, Tensor]]:
+    made, rows = torch.Generator().manual_seed(1), max(8, 2 * microbatches)
+    x, y = (torch.randn(STEPS, rows, WIDTH, generator=made) for _ in range(2))
+    if numbered:
+        x[:, :, 0] = torch.arange(microbatches).repeat_interleave(rows // microbatches)
     return list(zip(x, y, strict=True))
 
 
@@ -52,9 +54,12 @@ def assert_same_as_loop(
     steps: int = STEPS,
     state: Callable[[Sequence[Any]], Any] = nothing,
     optimize: bool = True,
+    numbered: bool = False,
     **options: Any,
 ) -> None:
-    """After each step losses, weights, gradients, buffers and `state` are those of the loop."""
+    """After each step losses, weights, gradients, buffers and `state` are those of the loop. `numbered`: the first
+    column is the number of the microbatch.
+    """
     found = []
     for piped in (False, True):
         torch.manual_seed(3)
@@ -67,7 +72,7 @@ def assert_same_as_loop(
             options = {"devices": 2, "schedule": "1f1b", **options}
             pipe = gapless.Pipeline(list(layers), microbatches=microbatches, loss=loss, intra_op_threads=1, **options)
         try:
-            for clock.step, (x, y) in enumerate(batches()[:steps]):
+            for clock.step, (x, y) in enumerate(batches(microbatches, numbered)[:steps]):
                 losses = []
                 if pipe is not None:
                     losses = list(pipe.step(x, y).losses)

@@ -5,6 +5,7 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import gapless
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.stage import Stage
-from tests.by_hand import seeded_loop
-from tests.pipelines import assert_same_gradients
+from tests.stage.state_loops import assert_same_as_loop
 
 M = 4
 
@@ -127,23 +127,13 @@ class Learner(nn.Module):
         return self.calls
 
 
-def states(model: nn.Sequential) -> list[Any]:
-    return [layer.state() for layer in model if isinstance(layer, (Keeper, Learner))]
+def states(layers: Sequence[Any]) -> list[Any]:
+    return [copy.deepcopy(layer.state()) for layer in layers if isinstance(layer, (Keeper, Learner))]
 
 
-def compare(model: nn.Sequential, schedule: str, steps: int, **options: Any) -> None:
-    reference = copy.deepcopy(model)
-    options = {"partition": [1, 3, 1], "loss": F.mse_loss, "intra_op_threads": torch.get_num_threads(), **options}
-    with gapless.Pipeline(model, devices=3, schedule=schedule, microbatches=M, **options) as pipe:
-        for step in range(steps):
-            made = torch.Generator().manual_seed(step)
-            x, y = torch.randn(8, 6, generator=made), torch.randn(8, 6, generator=made)
-            model.zero_grad()
-            reference.zero_grad()
-            pipe.step(x, y)
-            seeded_loop(reference, x, y, microbatches=M, step=step)
-            assert states(model) == states(reference), step
-            assert_same_gradients(model, reference, f"step {step}")
+def compare(make: Callable[[], nn.Sequential], **options: Any) -> None:
+    asked: dict[str, Any] = {"devices": 3, "partition": [1, 3, 1], "microbatches": M, "state": states, **options}
+    assert_same_as_loop(lambda clock: (make(), F.mse_loss), **asked)
 
 
 def model_of(way: Any, start: int, **options: Any) -> nn.Sequential:
@@ -154,12 +144,12 @@ def model_of(way: Any, start: int, **options: Any) -> nn.Sequential:
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_teaches_something_leaves_the_traces_of_one_run(way: Any, start: int) -> None:
-    compare(model_of(way, start), "zb-h1", 3)
+    compare(lambda: model_of(way, start), schedule="zb-h1", steps=3)
 
 
 @pytest.mark.parametrize("way", [unseen_draw, draw_in_checkpoint, in_place])
 def test_so_it_does_where_the_backward_is_not_split(way: Any) -> None:
-    compare(model_of(way, 0), "1f1b", 2)
+    compare(lambda: model_of(way, 0), schedule="1f1b", steps=2)
 
 
 @pytest.mark.parametrize("way", [unseen_draw, draw_in_checkpoint, two_ways, hidden_use, in_place])
@@ -193,9 +183,14 @@ def hold(there: threading.Event) -> None:
 
 
 def test_a_buffer_that_begins_to_change_changes_once_where_the_stage_is_recomputed() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), Late(), nn.Linear(6, 6))
-    compare(model, "1f1b", 2, partition=[1, 1, 1], remat="stage")
-    assert int(model.get_submodule("1").get_buffer("number")) == 3
+    compare(
+        lambda: nn.Sequential(nn.Linear(6, 6), Late(), nn.Linear(6, 6)),
+        schedule="1f1b",
+        steps=2,
+        partition=[1, 1, 1],
+        remat="stage",
+        state=lambda layers: int(layers[1].number),
+    )
 
 
 class Late(nn.Module):
@@ -285,5 +280,5 @@ def test_a_weight_that_some_microbatches_use_in_a_second_way_gets_their_gradient
             x = x if only else self.linear(self.linear(x).tanh())
             return x if first else x * weight.std() + weight.mean() * self.linear.bias
 
-    torch.manual_seed(5)
-    compare(nn.Sequential(Keeper(), Sometimes(two_ways, 0), Keeper(), nn.Linear(6, 6), Keeper()), "zb-h1", 2)
+    layers = lambda: nn.Sequential(Keeper(), Sometimes(two_ways, 0), Keeper(), nn.Linear(6, 6), Keeper())  # noqa: E731
+    compare(layers, schedule="zb-h1", steps=2)

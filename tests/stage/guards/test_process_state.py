@@ -1,7 +1,6 @@
 """What torch keeps once for all threads: a layer that touches it runs alone, or is refused, whenever it begins to."""
 
 import contextlib
-import copy
 import inspect
 import itertools
 import pickle
@@ -26,9 +25,8 @@ from gapless.errors import ConfigError
 from gapless.stage.guards.process_state import watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.random.draws import Draws
-from tests.by_hand import seeded_loop
-from tests.pipelines import Do, assert_same_gradients
-from tests.stage.state_loops import Clock
+from tests.pipelines import Do
+from tests.stage.state_loops import Clock, Made, assert_same_as_loop, linear
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -84,31 +82,18 @@ def setter(context: Context) -> nn.Module:
     return Do(forward, nn.Linear(6, 6))
 
 
-def layers_with(make: Callable[[], nn.Module]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 6), make())
-
-
-def assert_exact(model: nn.Sequential, *, devices: int, steps: int = 2, microbatches: int = 4) -> None:
-    reference = copy.deepcopy(model)
-    with gapless.Pipeline(
-        model, devices=devices, microbatches=microbatches, loss=F.mse_loss, intra_op_threads=torch.get_num_threads()
-    ) as pipe:
-        for step in range(steps):
-            x, y = torch.randn(2 * microbatches, 6), torch.randn(2 * microbatches, 6)
-            pipe.step(x, y)
-            seeded_loop(reference, x, y, microbatches=microbatches)
-            assert_same_gradients(model, reference, f"step {step}")
+def assert_exact(make: Callable[[], nn.Module], **options: Any) -> None:
+    assert_same_as_loop(lambda clock: ([linear(), make(), linear(), make()], F.mse_loss), **options)
 
 
 @pytest.mark.parametrize("name", ["default_dtype", "sdp_use", "parametrize.cached"])
 def test_where_one_thread_computes_a_layer_may_set_it(name: str) -> None:
-    assert_exact(layers_with(lambda: setter(EVERYBODYS[name])), devices=1)
+    assert_exact(lambda: setter(EVERYBODYS[name]), devices=1)
 
 
 @pytest.mark.parametrize("name", OF_A_THREAD)
 def test_what_torch_keeps_for_each_thread_a_layer_may_set(name: str) -> None:
-    assert_exact(layers_with(lambda: setter(OF_A_THREAD[name])), devices=2)
+    assert_exact(lambda: setter(OF_A_THREAD[name]))
 
 
 def along(linear: nn.Module, x: Tensor) -> Tensor:
@@ -118,7 +103,7 @@ def along(linear: nn.Module, x: Tensor) -> Tensor:
 
 def test_layers_with_forward_derivatives_run_one_at_a_time() -> None:
     """Torch counts their levels once for all threads: now and then a step failed on one that was not its own."""
-    assert_exact(layers_with(lambda: Do(along, nn.Linear(6, 6))), devices=2, steps=4, microbatches=16)
+    assert_exact(lambda: Do(along, linear()), steps=4, microbatches=16)
 
 
 When = Callable[[int, int], bool]  # a step and a microbatch
@@ -127,19 +112,19 @@ WHEN: dict[str, When] = {
     "in one microbatch": lambda _, microbatch: microbatch == 2,
     "now and then": lambda step, microbatch: step % 2 == 1 and microbatch % 2 == 1,
 }
-clock = Clock()
+Way = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Late(nn.Module):
     """Does something, but not always. The first column is the number of the microbatch, and goes through."""
 
-    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor], when: When) -> None:
+    def __init__(self, clock: Clock, way: Way, when: When) -> None:
         super().__init__()
-        self.linear, self.way, self.when = nn.Linear(6, 6), way, when
+        self.linear, self.clock, self.way, self.when = linear(), clock, way, when
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.dropout(x, 0.1)
-        h = self.way(self.linear, h) if self.when(clock.step, int(x[0, 0])) else self.linear(h)
+        h = self.way(self.linear, h) if self.when(self.clock.step, int(x[0, 0])) else self.linear(h)
         h = torch.tanh(h) + 0.1 * torch.rand_like(h)
         return torch.cat((x[:, :1], h[:, 1:]), 1)
 
@@ -184,40 +169,8 @@ def dual(linear: nn.Module, x: Tensor) -> Tensor:
         return made.primal + made.tangent  # type: ignore[no-any-return]
 
 
-def trained(layers: nn.Sequential, *, steps: int, microbatches: int, options: dict[str, Any] | None) -> list[Tensor]:
-    """The gradients of every step: of a pipeline with these options, or of the loop that a user would write."""
-    x, y = torch.randn(2, steps, 2 * microbatches, 6, generator=torch.Generator().manual_seed(1))
-    x[:, :, 0] = torch.arange(microbatches).repeat_interleave(2)
-    found = []
-    with contextlib.ExitStack() as stack:
-        if options is not None:
-            pipe = stack.enter_context(
-                gapless.Pipeline(
-                    layers,
-                    microbatches=microbatches,
-                    loss=F.mse_loss,
-                    seed=3,
-                    intra_op_threads=torch.get_num_threads(),
-                    **options,
-                )
-            )
-        for clock.step in range(steps):
-            if options is not None:
-                pipe.step(x[clock.step], y[clock.step])
-            else:
-                seeded_loop(layers, x[clock.step], y[clock.step], microbatches=microbatches, seed=3, step=clock.step)
-            found += [each.grad.clone() for each in layers.parameters() if each.grad is not None]
-            layers.zero_grad()
-    return found
-
-
-def assert_trained_alike(make: Callable[[], nn.Module], microbatches: int = 4, **options: Any) -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(make() for _ in range(4)))
-    options = {"devices": 2, **options}
-    own = trained(copy.deepcopy(layers), steps=5, microbatches=microbatches, options=options)
-    plain = trained(layers, steps=5, microbatches=microbatches, options=None)
-    assert [torch.equal(*each) for each in zip(own, plain, strict=True)] == [True] * len(plain)
+def assert_trained_alike(make: Callable[[Clock], nn.Module], **options: Any) -> None:
+    assert_same_as_loop(lambda clock: ([make(clock) for _ in range(4)], F.mse_loss), numbered=True, **options)
 
 
 WAYS = [forks, repeats, repeats_directly, asks_for_the_seed, seeds, names_the_default, along, dual]
@@ -227,7 +180,7 @@ WAYS = [forks, repeats, repeats_directly, asks_for_the_seed, seeds, names_the_de
 def test_a_layer_may_begin_later_to_use_generators_or_forward_derivatives(way: Any, when: str) -> None:
     """Only the first call was looked at: draws differed from the plain loop, and levels met those of other threads."""
     for schedule in ("1f1b", "zb-h1"):
-        assert_trained_alike(lambda: Late(way, WHEN[when]), schedule=schedule)
+        assert_trained_alike(lambda clock: Late(clock, way, WHEN[when]), schedule=schedule)
 
 
 ELSEWHERE = ({"devices": 1}, {"schedule": "zb-h1", "remat": "stage"}, {"schedule": "1f1b", "remat": "layer"})
@@ -235,7 +188,7 @@ ELSEWHERE = ({"devices": 1}, {"schedule": "zb-h1", "remat": "stage"}, {"schedule
 
 @pytest.mark.parametrize(("way", "options"), zip(WAYS, itertools.cycle(ELSEWHERE), strict=False))
 def test_so_it_may_where_one_thread_computes_and_where_the_stage_is_recomputed(way: Any, options: Any) -> None:
-    assert_trained_alike(lambda: Late(way, WHEN["now and then"]), **options)
+    assert_trained_alike(lambda clock: Late(clock, way, WHEN["now and then"]), **options)
 
 
 @pytest.mark.parametrize("name", EVERYBODYS)
@@ -248,11 +201,16 @@ def test_a_layer_that_sets_what_all_threads_share_is_refused(name: str) -> None:
             return linear(x)  # type: ignore[no-any-return]
 
     for begins in (0, 3):
-        layers = nn.Sequential(*(Late(sets, lambda *now: now == (begins, 2)) for _ in range(4)))  # noqa: B023
+        clocks: list[Clock] = []
+
+        def make(clock: Clock, begins: int = begins, clocks: list[Clock] = clocks) -> nn.Module:
+            clocks.append(clock)
+            return Late(clock, sets, lambda *now: now == (begins, 2))
+
         told = rf"calls \w*({name}).* in its forward.* once for all threads.*: set it for the whole model"
         with pytest.raises(ConfigError, match=told):
-            trained(layers, steps=5, microbatches=4, options={"devices": 2})
-        assert clock.step == begins
+            assert_trained_alike(make)
+        assert clocks[-1].step == begins
 
 
 def test_a_backward_that_sets_what_all_threads_share_is_refused() -> None:
@@ -261,9 +219,8 @@ def test_a_backward_that_sets_what_all_threads_share_is_refused() -> None:
         made.register_hook(lambda grad: torch.set_default_dtype(torch.float32))
         return made
 
-    layers = nn.Sequential(*(Late(hooked, lambda step, _: step == 2) for _ in range(4)))
     with pytest.raises(ConfigError, match="calls set_default_dtype in its backward"):
-        trained(layers, steps=3, microbatches=4, options={"devices": 2})
+        assert_trained_alike(lambda clock: Late(clock, hooked, lambda step, _: step == 2))
 
 
 def test_what_others_do_during_a_step_is_not_a_layers() -> None:
@@ -278,9 +235,8 @@ def test_what_others_do_during_a_step_is_not_a_layers() -> None:
         thread.join()
         return linear(x)  # type: ignore[no-any-return]
 
-    layers = nn.Sequential(*(Late(others, WHEN["now and then"]) for _ in range(4)))
-    trained(layers, steps=2, microbatches=4, options={"devices": 2})
-    assert len(done) == 8
+    assert_trained_alike(lambda clock: Late(clock, others, WHEN["now and then"]), steps=2)
+    assert len(done) == 2 * 8  # in the loop, too
 
 
 def casts(linear: nn.Module, x: Tensor) -> Tensor:
@@ -308,7 +264,7 @@ def test_layers_with_an_autocast_of_their_own_keep_their_casts(other: Any, when:
     to cast later, and in every backward.
     """
     ways = itertools.cycle([casts, casts, other, other])
-    assert_trained_alike(lambda: Late(next(ways), WHEN[when]), microbatches=8, schedule=schedule)
+    assert_trained_alike(lambda clock: Late(clock, next(ways), WHEN[when]), microbatches=8, schedule=schedule)
 
 
 def runs_slowly_again() -> nn.Module:
@@ -330,8 +286,12 @@ def draws_slowly(linear: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_checkpoint_that_draws_nothing_leaves_generators_to_other_stages(schedule: str) -> None:
     """Its backward put them where they had stood, while a layer of another stage drew from them."""
-    layers = iter([*(Late(draws_slowly, lambda *_: True) for _ in range(2)), runs_slowly_again(), runs_slowly_again()])
-    assert_trained_alike(lambda: next(layers), microbatches=8, schedule=schedule)
+    number = itertools.count()
+
+    def make(clock: Clock) -> nn.Module:
+        return runs_slowly_again() if next(number) % 4 > 1 else Late(clock, draws_slowly, lambda *_: True)
+
+    assert_trained_alike(make, microbatches=8, schedule=schedule)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -360,7 +320,7 @@ def test_a_checkpoint_that_draws_nothing_does_not_ask_for_the_state_of_the_gener
 
 
 def test_parametrizations_without_a_cache_are_exact() -> None:
-    assert_exact(layers_with(lambda: parametrizations.weight_norm(nn.Linear(6, 6))), devices=2)
+    assert_exact(lambda: parametrizations.weight_norm(linear()))
 
 
 def noisy(generator: torch.Generator) -> nn.Module:
@@ -385,17 +345,11 @@ def test_one_generator_for_layers_of_several_stages_is_refused_when_both_have_dr
 
 
 def test_a_generator_for_each_stage_draws_as_in_the_plain_loop() -> None:
-    generators = [torch.Generator().manual_seed(number) for number in range(4)]
-    model = nn.Sequential(*(noisy(generators[number // 2]) for number in range(4)))
-    plain = nn.Sequential(*(noisy(generators[2 + number // 2]) for number in range(4)))
-    plain.load_state_dict(model.state_dict())
-    for number in range(2):
-        generators[2 + number].manual_seed(number)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, intra_op_threads=1) as pipe:
-        x, y = torch.randn(8, 6), torch.randn(8, 6)
-        pipe.step(x, y)
-    seeded_loop(plain, x, y)
-    assert_same_gradients(model, plain, "gradients")
+    def make(clock: Clock) -> Made:
+        generators = [torch.Generator().manual_seed(number) for number in range(2)]
+        return [noisy(generators[number // 2]) for number in range(4)], F.mse_loss
+
+    assert_same_as_loop(make)
 
 
 def test_a_generator_that_layers_of_another_process_hold_too_is_refused() -> None:
