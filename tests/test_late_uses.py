@@ -16,16 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
-from tests.by_hand import seeded_loop
-from tests.stage.state_loops import Clock, linear
+from tests.stage.state_loops import Clock, Made, assert_same_as_loop, linear
 
 from .random_models.blocks import Do
 from .test_hidden_uses import CAST, assert_exact
 
-WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 6, 7, 3, 5, 5
+WIDTH, SAMPLES, MICROBATCHES = 6, 7, 3
 When = Callable[[int, int], bool]  # a step and a microbatch
-Loss = Callable[[Tensor, Tensor], Tensor]
-Made = tuple[list[nn.Module], Loss]
 
 
 def late_penalty(clock: Clock, when: When) -> Made:
@@ -79,36 +76,6 @@ def two_weights_that_change_places(clock: Clock, when: When) -> Made:
     return [Do(lambda x: pick(one, other, x)), one, nn.Tanh(), Do(lambda x: pick(other, one, x)), other], F.mse_loss
 
 
-def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **options: Any) -> list[Tensor]:
-    torch.manual_seed(3)
-    clock = Clock()
-    layers, loss = make(clock, when)
-    parameters = list(nn.ModuleList(layers).parameters())
-    x, y = torch.randn(2, STEPS, SAMPLES, WIDTH)
-    for microbatch, part in enumerate(y.tensor_split(MICROBATCHES, 1)):
-        part[:, :, 0] = microbatch
-    found: list[Tensor] = []
-
-    def done() -> None:
-        found.extend(each.grad.clone() for each in parameters if each.grad is not None)
-        for each in parameters:
-            each.grad = None
-
-    if piped:
-        with gapless.Pipeline(
-            layers, devices=2, microbatches=MICROBATCHES, loss=loss, seed=SEED, intra_op_threads=1, **options
-        ) as pipe:
-            for clock.step in range(STEPS):
-                pipe.step(x[clock.step], y[clock.step])
-                done()
-        return found
-    for clock.step in range(STEPS):
-        now = x[clock.step], y[clock.step]
-        seeded_loop(layers, *now, loss=loss, microbatches=MICROBATCHES, seed=SEED, step=clock.step)
-        done()
-    return found
-
-
 @pytest.mark.parametrize(
     "when",
     [lambda step, _: step >= 3, lambda step, _: step % 3 == 2, lambda step, microbatch: step > 1 and microbatch == 1],
@@ -125,13 +92,11 @@ def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **op
     ],
 )
 def test_a_use_that_begins_later_is_exact_in_the_step_in_which_it_begins(make: Any, when: When) -> None:
-    plain = gradients(make, when, piped=False)
-    for options in ({"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "remat": "stage"}):
+    ways: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "remat": "stage"}]
+    for options in ways:
         if options["schedule"] == "zb-v" and make is not a_weight_of_the_stage_behind:
             continue  # once is enough
-        ours = gradients(make, when, piped=True, **options)
-        assert len(ours) == len(plain)
-        assert all(map(torch.equal, ours, plain)), options
+        assert_same_as_loop(lambda clock: make(clock, when), microbatches=MICROBATCHES, numbered=True, **options)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -163,14 +128,13 @@ def test_a_shared_weight_in_two_reentrant_checkpoints_is_refused() -> None:
 def test_a_hook_that_begins_to_use_a_weight_of_another_stage() -> None:
     """Graphs of torch's own modules are walked only where their number of nodes is new."""
 
-    def make(clock: Clock, when: When) -> Made:
+    def make(clock: Clock) -> Made:
         first, last = linear(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
         last[0].register_forward_hook(lambda _, args, out: out * first.weight.mean() if clock.step > 2 else None)
         return [first, nn.Tanh(), last], F.mse_loss
 
     for schedule in ("1f1b", "zb-h1"):
-        ours, plain = (gradients(make, lambda *_: True, piped, schedule=schedule) for piped in (True, False))
-        assert all(map(torch.equal, ours, plain))
+        assert_same_as_loop(make, schedule=schedule)
 
 
 def test_a_stream_refuses_a_penalty_in_the_minibatch_in_which_it_begins() -> None:

@@ -23,11 +23,12 @@ class Clock:
     step = 0
 
 
-def batches(microbatches: int, numbered: bool) -> list[tuple[Tensor, Tensor]]:
+def batches(microbatches: int = 4, numbered: bool = False) -> list[tuple[Tensor, Tensor]]:
     made, rows = torch.Generator().manual_seed(1), max(8, 2 * microbatches)
     x, y = (torch.randn(STEPS, rows, WIDTH, generator=made) for _ in range(2))
-    if numbered:
-        x[:, :, 0] = torch.arange(microbatches).repeat_interleave(rows // microbatches)
+    for values in (x, y) if numbered else ():
+        for number, part in enumerate(values.tensor_split(microbatches, 1)):
+            part[:, :, 0] = number
     return list(zip(x, y, strict=True))
 
 
@@ -58,7 +59,7 @@ def assert_same_as_loop(
     **options: Any,
 ) -> None:
     """After each step losses, weights, gradients, buffers and `state` are those of the loop. `numbered`: the first
-    column is the number of the microbatch.
+    column of inputs and targets is the number of the microbatch.
     """
     found = []
     for piped in (False, True):

@@ -133,7 +133,7 @@ def states(layers: Sequence[Any]) -> list[Any]:
 
 def compare(make: Callable[[], nn.Sequential], **options: Any) -> None:
     asked: dict[str, Any] = {"devices": 3, "partition": [1, 3, 1], "microbatches": M, "state": states, **options}
-    assert_same_as_loop(lambda clock: (make(), F.mse_loss), **asked)
+    assert_same_as_loop(lambda clock: (list(make()), F.mse_loss), **asked)
 
 
 def model_of(way: Any, start: int, **options: Any) -> nn.Sequential:
