@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import gapless
+from tests.by_hand import seeded_loop
 from tests.pipelines import assert_same, assert_same_gradients
+from tests.stage.state_loops import assert_same_as_loop
 
 
 class Average(nn.Module):
@@ -36,44 +39,28 @@ class Average(nn.Module):
         return y
 
 
-def assert_exact(model: nn.Sequential, reference: nn.Sequential, **options: Any) -> None:
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, **options) as pipe:
-        for step in range(3):
-            torch.manual_seed(step)
-            x, y = torch.randn(8, 6), torch.randn(8, 6)
-            pipe.step(x, y)
-            gapless.plain_step(reference, x, y, loss=F.mse_loss, microbatches=4, step=step)
-            assert_same_gradients(model, reference, f"step {step}")
-            assert_same([*model.buffers()], [*reference.buffers()], f"step {step}, buffers")
+def assert_exact(make: Callable[[], Sequence[nn.Module]], **options: Any) -> None:
+    assert_same_as_loop(lambda clock: (make(), F.mse_loss), steps=3, **options)
 
 
 @pytest.mark.parametrize(
     ("schedule", "remat"), [("gpipe", "none"), ("1f1b", "layer"), ("zb-h1", "stage"), ("zb-v", "layer")]
 )
 def test_a_moving_average_moves_once_for_each_microbatch(schedule: str, remat: str) -> None:
-    model = nn.Sequential(*(Average() for _ in range(4)))
-    reference = copy.deepcopy(model)
-    assert_exact(model, reference, schedule=schedule, remat=remat)
-    assert int(model.get_buffer("0.seen")) == 3 * 4
+    assert_exact(lambda: [Average() for _ in range(4)], schedule=schedule, remat=remat)
 
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 def test_a_spectral_norm_is_repeated_from_the_vectors_it_started_from(remat: str) -> None:
-    model = nn.Sequential(*(spectral_norm(nn.Linear(6, 6)) for _ in range(4)))
-    reference = copy.deepcopy(model)
-    assert_exact(model, reference, schedule="1f1b", remat=remat)
+    assert_exact(lambda: [spectral_norm(nn.Linear(6, 6)) for _ in range(4)], remat=remat)
 
 
 def test_a_batch_norm_in_a_compiled_layer_counts_once() -> None:
+    def make() -> list[Any]:
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)]
+        return [torch.compile(layer, backend="aot_eager") for layer in layers]
 
-    def compiled(model: nn.Sequential) -> Any:
-        layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
-        return nn.Sequential(*layers)
-
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)))
-    reference = copy.deepcopy(model)
-    assert_exact(compiled(model), compiled(reference), schedule="gpipe", remat="stage")
-    assert int(model.get_buffer("0.1.num_batches_tracked")) == 3 * 4
+    assert_exact(make, schedule="gpipe", remat="stage")
 
 
 class Counting(nn.Module):
@@ -128,8 +115,7 @@ def norm_twice_in_eval_mode() -> list[nn.Module]:
 
 @pytest.mark.parametrize("make", [read_twice, norm_twice_in_eval_mode])
 def test_a_buffer_that_two_stages_only_read_is_exact(make: Any) -> None:
-    model = nn.Sequential(*make())
-    assert_exact(model, copy.deepcopy(model), schedule="1f1b")
+    assert_exact(make)
 
 
 class InCheckpoint(Average):
@@ -161,7 +147,6 @@ def test_a_weight_that_a_forward_changes_may_not_be_computed_with_again(remat: A
                 pipe.step(x, y)
             return
         pipe.step(x, y)
-    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
-        (F.mse_loss(reference(part), target) / 4).backward()
+    seeded_loop(reference, x, y)
     assert_same_gradients(model, reference, "gradients")
     assert_same(model.state_dict(), reference.state_dict(), "weights")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
-from tests.pipelines import assert_same, assert_same_gradients
+from tests.stage.state_loops import assert_same_as_loop
 
 Change = Callable[["Changing", Tensor], Tensor]
 
@@ -103,24 +103,8 @@ def _searches(layer: Changing, x: Tensor) -> Tensor:
     return torch.tanh(layer.linear(x) + 0.1 * point.grad + 0.01 * slope + inner.weight.grad.mean())
 
 
-def _step(forward: Change, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
-    """A step of a pipeline, and the same one of the loop that a user would write."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Changing(forward) for _ in range(4)))
-    reference, x, y = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 6)
-    options = {"devices": 2, "microbatches": 4, **options}
-    with gapless.Pipeline(model, loss=F.mse_loss, intra_op_threads=1, **options) as pipe:
-        pipe.step(x, y)
-    parts = options["microbatches"]
-    for part, target in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
-        (F.mse_loss(reference(part), target) / parts).backward()
-    return model, reference
-
-
 def _assert_exact(forward: Change, **options: Any) -> None:
-    model, reference = _step(forward, **options)
-    assert_same_gradients(model, reference, "gradients")
-    assert_same(model.state_dict(), reference.state_dict(), "weights and buffers")
+    assert_same_as_loop(lambda clock: ([Changing(forward) for _ in range(4)], F.mse_loss), **options)
 
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -139,13 +123,13 @@ def test_a_weight_that_a_forward_changes_and_a_backward_needs_is_refused(
     forward: Change, remat: str, schedule: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"changed in place since its .*clone\(\)|changed in the middle of a"):
-        _step(forward, remat=remat, schedule=schedule)
+        _assert_exact(forward, remat=remat, schedule=schedule)
 
 
 @SCHEDULES
 def test_a_buffer_that_a_forward_changes_through_data_and_a_backward_needs_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match=r"of stage . for microbatch . needs a tensor .* a clone\(\) of it"):
-        _step(_shrinks_its_scale, schedule=schedule)
+        _assert_exact(_shrinks_its_scale, schedule=schedule)
 
 
 @SCHEDULES
@@ -180,4 +164,4 @@ def test_a_backward_in_a_forward_that_adds_to_gradients_of_the_stage_is_refused(
     forward: Change, remat: str, schedule: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"calls backward\(\) in a forward, .* gapless\.aux_loss instead"):
-        _step(forward, remat=remat, schedule=schedule)
+        _assert_exact(forward, remat=remat, schedule=schedule)
