@@ -18,9 +18,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
-from tests.by_hand import seeded_loop
-from tests.pipelines import assert_same_gradients
-from tests.stage.state_loops import linear
+from tests.stage.state_loops import Clock, Made, assert_same_as_loop, linear
 
 from .random_models.blocks import Do, scripted_dropout
 
@@ -39,33 +37,13 @@ def assert_exact(
     **options: Any,
 ) -> None:
     """Two steps without zero_grad: gradients and buffers are those of the plain loop."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        models.append(make())
-    ours, plain = models
-    x, y = torch.randn(2, SAMPLES, 4, WIDTH), torch.randn(2, SAMPLES, 4, WIDTH)
-    with gapless.Pipeline(
-        ours,
-        devices=2,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss=loss(ours),
-        seed=seed,
-        intra_op_threads=1,
-        **options,
-    ) as pipe:
-        for step in range(2):
-            with context():
-                pipe.step(x[step], y[step])
-    criterion = loss(plain)
-    for step in range(2):
-        asked: dict[str, Any] = {"microbatches": MICROBATCHES, "seed": seed, "step": step, "around": context}
-        seeded_loop(plain, x[step], y[step], loss=criterion, **asked)
-    mine, theirs = nn.ModuleList(ours), nn.ModuleList(plain)
-    assert_same_gradients(mine, theirs)
-    for (name, left), right in zip(mine.named_buffers(), theirs.buffers(), strict=True):
-        assert torch.equal(left, right), name
+
+    def made(clock: Clock) -> Made:
+        layers = make()
+        return layers, loss(layers)
+
+    asked: dict[str, Any] = {"microbatches": MICROBATCHES, "steps": 2, "optimize": False, "inner": (4,), **options}
+    assert_same_as_loop(made, schedule=schedule, around=context, seed=seed, **asked)
 
 
 # -- parameters ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ class Clock:
     step = 0
 
 
-def batches(microbatches: int = 4, numbered: bool = False) -> list[tuple[Tensor, Tensor]]:
+def batches(microbatches: int = 4, numbered: bool = False, inner: Sequence[int] = ()) -> list[tuple[Tensor, Tensor]]:
     made, rows = torch.Generator().manual_seed(1), max(8, 2 * microbatches)
-    x, y = (torch.randn(STEPS, rows, WIDTH, generator=made) for _ in range(2))
+    x, y = (torch.randn(STEPS, rows, *inner, WIDTH, generator=made) for _ in range(2))
     for values in (x, y) if numbered else ():
         for number, part in enumerate(values.tensor_split(microbatches, 1)):
             part[:, :, 0] = number
@@ -56,10 +57,13 @@ def assert_same_as_loop(
     state: Callable[[Sequence[Any]], Any] = nothing,
     optimize: bool = True,
     numbered: bool = False,
+    inner: Sequence[int] = (),
+    seed: int = 0,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> None:
     """After each step losses, weights, gradients, buffers and `state` are those of the loop. `numbered`: the first
-    column of inputs and targets is the number of the microbatch.
+    column of inputs and targets is the number of the microbatch. `inner`: dimensions between the first and the last.
     """
     found = []
     for piped in (False, True):
@@ -70,15 +74,17 @@ def assert_same_as_loop(
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if optimize else None
         pipe = None
         if piped:
-            options = {"devices": 2, "schedule": "1f1b", **options}
+            options = {"devices": 2, "schedule": "1f1b", "seed": seed, **options}
             pipe = gapless.Pipeline(list(layers), microbatches=microbatches, loss=loss, intra_op_threads=1, **options)
         try:
-            for clock.step, (x, y) in enumerate(batches(microbatches, numbered)[:steps]):
+            for clock.step, (x, y) in enumerate(batches(microbatches, numbered, inner)[:steps]):
                 losses = []
                 if pipe is not None:
-                    losses = list(pipe.step(x, y).losses)
+                    with around():
+                        losses = list(pipe.step(x, y).losses)
                 else:
-                    losses = seeded_loop(layers, x, y, loss=loss, microbatches=microbatches, step=clock.step)
+                    place: dict[str, Any] = {"microbatches": microbatches, "seed": seed, "step": clock.step}
+                    losses = seeded_loop(layers, x, y, loss=loss, around=around, **place)
                 seen.append(left(layers, loss, losses, state))
                 if optimizer is not None:
                     optimizer.step()
