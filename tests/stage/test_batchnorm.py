@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
+from tests.by_hand import loop
 from tests.pipelines import Do, assert_same, assert_same_gradients
 
 SEED = 3
@@ -228,11 +229,6 @@ def checkpointed(momentum: float | None = 0.1, **options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), *blocks)
 
 
-def plain_loop(model: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> None:
-    for part, target in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
-        (F.mse_loss(model(part), target) * (len(part) / len(x))).backward()
-
-
 @pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -251,7 +247,7 @@ def test_a_batch_norm_in_a_checkpoint_moves_as_often_as_in_the_plain_loop(
         for step in range(2):
             x, y = batch()
             pipe.step(x, y)
-            plain_loop(reference, x, y, 4)
+            loop(reference, x, y)
             assert_same_gradients(model, reference, f"step {step}")
             assert_same(buffers_of(model), buffers_of(reference), f"step {step}, buffers")
 
