@@ -176,7 +176,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
-    """A folder to write to, beside the one it will be, after what may be replaced was looked at."""
+    """After what may be replaced was looked at."""
     if folder.is_symlink():
         raise CheckpointError(f"{printable(folder)} is a link: save to another name, or to what it leads to")
     if folder.exists() and not folder.is_dir():
@@ -186,6 +186,11 @@ def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
             f"{printable(folder)} has other files in it, and is no checkpoint: save to a new folder, such as "
             f"{printable(folder / 'checkpoint')}"
         )
+    return staged(disk, folder, cleanup)
+
+
+def staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
+    """A folder beside it, which this process holds, and which goes unless it is renamed."""
     make_folders(disk, folder.parent)
     remove_leftovers(disk, folder.parent, folder.name)
     staging = folder.with_name(aside(folder.name))

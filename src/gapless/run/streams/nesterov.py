@@ -18,13 +18,9 @@ which is the numerator of NAdam. The authors therefore train with torch's NAdam,
 corrects the bias of m and v, at c = 0.99 and with the weight decay decoupled; so do we.
 """
 
-from typing import Any
-
 from torch import Tensor
-from torch.optim import NAdam, Optimizer
+from torch.optim import NAdam
 from torch.optim.optimizer import ParamsT
-
-from gapless.errors import ConfigError
 
 
 class DelayedNesterov(NAdam):
@@ -44,25 +40,3 @@ class DelayedNesterov(NAdam):
         momentum_decay: float = 4e-3,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay=True)
-        self.register_step_pre_hook(_refuse_sparse)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch gives what it loads the type of the parameter, the product of all momenta so far too: in bfloat16 that
-        is another number, and the run would go on with other bits.
-        """
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    self.state[parameter]["mu_product"] = state_dict["state"][key]["mu_product"].clone()
-
-
-def _refuse_sparse(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before anything moves: torch would have updated the groups before the one that it refuses."""
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for parameter in held:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ConfigError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which correction='nesterov' "
-                "does not support: make the embedding with sparse=False"
-            )
