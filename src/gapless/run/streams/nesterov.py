@@ -18,7 +18,8 @@ which is the numerator of NAdam. The authors therefore train with torch's NAdam,
 corrects the bias of m and v, at c = 0.99 and with the weight decay decoupled; so do we.
 """
 
-from torch import Tensor
+from typing import Any
+
 from torch.optim import NAdam
 from torch.optim.optimizer import ParamsT
 
@@ -31,12 +32,6 @@ class DelayedNesterov(NAdam):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 3e-4,
-        betas: tuple[float, float] = (0.99, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        momentum_decay: float = 4e-3,
+        self, params: ParamsT, lr: float = 3e-4, betas: tuple[float, float] = (0.99, 0.999), **options: Any
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay=True)
+        super().__init__(params, lr, betas, **{"weight_decay": 0.01, "decoupled_weight_decay": True, **options})

@@ -190,9 +190,13 @@ class RankRunner(StreamRunner):
         news = self._watch.news
         gone = news is not None and news.kind in ("dead", "silent")
         known, devices = self._watch.tally.known(len(self._ranks) - gone), self._placement.stages
-        torn = {self._rank} if self._device.is_torn else set()
         return [
-            Stopped(devices[place % len(devices)][0], rank, known.get(rank), is_torn=rank in torn)
+            Stopped(
+                devices[place % len(devices)][0],
+                rank,
+                known.get(rank),
+                is_torn=rank == self._rank and self._device.is_torn,
+            )
             for place, rank in enumerate(self._ranks)
         ]
 

@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,19 +104,15 @@ class ThreadRunner(StreamRunner):
     def start(self, devices: Sequence[StreamDevice]) -> None:
         self._queues.clear()
         self._devices, state = devices, CallerState()
+        self._begin(partial(self._run, *each, state) for each in zip(devices, self._lanes, strict=True))
 
-        def task(device: StreamDevice, lane: Lane) -> Any:
-            def run() -> None:
-                try:
-                    with lane.entered(), state.entered():
-                        device.run()
-                finally:
-                    if device.failure is not None:
-                        self.said.put((-1, None))
-
-            return run
-
-        self._begin(task(device, lane) for device, lane in zip(devices, self._lanes, strict=True))
+    def _run(self, device: StreamDevice, lane: Lane, state: CallerState) -> None:
+        try:
+            with lane.entered(), state.entered():
+                device.run()
+        finally:
+            if device.failure is not None:
+                self.said.put((-1, None))
 
     def finish(self, fed: int, why: str) -> Sequence[Stopped]:
         self._end()
