@@ -26,9 +26,11 @@ class WeightChanges:
     def begin(self, read_again: Sequence[Parameter]) -> None:
         """A step starts. Some of them are used later than in their microbatch's turn."""
         self._read_again = versions_of(read_again)
-        self.hooked = (
-            self.of if any(each._post_accumulate_grad_hooks or each._backward_hooks for each in self.of) else ()
-        )
+        self.hooked = ()
+        for each in self.of:
+            if each._post_accumulate_grad_hooks or each._backward_hooks:
+                self.hooked = self.of
+                break
 
     def changed_in_backward(self, before: Versions, stage: int, *, others: bool) -> None:
         """A backward is over, or half of one. `others`: more microbatches are under way."""
