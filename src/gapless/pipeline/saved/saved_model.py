@@ -3,7 +3,7 @@ as they are written, and as they come back.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -65,9 +65,10 @@ class SavedModel(NamedTuple):
                 "microbatches": self.options.microbatches,
             }
         )
-        made.add("model", self.world.state(self.staged.module, whole=False))
+        state = self.world.state(self.staged.module, whole=False)
+        made.add("model", state, _untrained(self.staged.module, state))
         if self.loss is not None and self.staged.has_last:
-            made.add("loss", self.loss.state_dict())
+            made.add("loss", self.loss.state_dict(), _untrained(self.loss, self.loss.state_dict()))
         if (config := _config(self.staged.module)) is not None:
             made.add("config", config)
         made.add("random", {str(gathering.place): random_state()})
@@ -114,6 +115,12 @@ class SavedModel(NamedTuple):
             return opened.decoded(saved[str(gathering.place)])
         first = self.world.replica * count // opened.manifest.facts["replicas"]
         return opened.decoded(saved.get(str(first), saved["0"]))
+
+
+def _untrained(module: nn.Module, state: Iterable[str]) -> list[str]:
+    """Buffers and the like, of which each replica has its own."""
+    trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return [name for name in state if name not in trained]
 
 
 def _config(module: nn.Module) -> str | None:
