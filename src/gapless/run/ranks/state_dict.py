@@ -126,11 +126,13 @@ class Homes:
                     self._buffers.setdefault(buffer, [stage])
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a stage of this device uses it."""
+        """Whether a stage of this device uses it, or may: a layer that is a function may use any buffer."""
         if not self.known:
             return True
         stages = self._stages(tensor)
-        return self._device == 0 if stages is None else any(self._device in self._cycles[s] for s in stages)
+        if stages is None:
+            return self._device == 0 or not (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+        return any(self._device in self._cycles[stage] for stage in stages)
 
     def home(self, tensor: Tensor) -> int:
         """The device that answers for it, if several hold it."""
