@@ -25,12 +25,13 @@ _SIDES = {
     "gapless": ("gapless on ranks", "benchmarks.peer.gapless_sides"),
     "parts": ("the parts of the model", "benchmarks.peer.baseline_sides"),
     "replicas": ("stages with replicas on ranks", "benchmarks.planner.replicas"),
+    "trial": ("a trial", "benchmarks.gpipe.offload_trial"),
 }
 _SERVER = get_context("forkserver")
-_OTHERS = ("torch", "torchgpipe", "fsdp")  # what fails of them is left out; what fails of ours is an error
+_OTHERS = ("torch", "torchgpipe", "fsdp", "trial")  # what fails of them is left out; what fails of ours is an error
 
 
-SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas"]
+SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas", "trial"]
 Environment = Mapping[str, str] | None
 _ONE_PROCESS = ("torchgpipe",)  # whose devices are threads
 _PATIENCE = 3.0  # seconds, for the other ranks to say how they failed

@@ -51,7 +51,7 @@ def settings(quick: bool) -> list[tuple[Subject, int, str]]:
 def plans_for(profile: Profile, devices: int, wanted: str) -> list[Plan]:
     """The schedule and M of each, and whether it recomputes: as in `settings`."""
     words = (each.split() for each in wanted.split(", "))
-    return [subjects.planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
+    return [subjects.planned(profile, devices, name, int(M), "stage" if again else "none") for name, M, *again in words]
 
 
 def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.runner.parameters import check_width
 from benchmarks.runner.rounds import Contestant, timed
 from gapless.pipeline.pipeline import Pipeline
-from gapless.plan.plan import Plan
+from gapless.plan.plan import Plan, Remat
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Profile
@@ -71,13 +71,13 @@ class Subject:
 
 
 def planned(
-    profile: Profile, devices: int, recipe: str, microbatches: int, *, remat: bool = False, partition: Any = None
+    profile: Profile, devices: int, recipe: str, microbatches: int, remat: Remat = "none", partition: Any = None
 ) -> Plan:
     """The plan for just this schedule, whatever it holds; `partition` gives the cuts too."""
     drafts = Drafts(profile, [Device()] * devices)
     each = 1 if find_recipe(recipe).placement == "line" else 2  # stages of a device
     choice = Choice(recipe, each, Mesh(1, devices), microbatches, profile.samples)
-    again: Modes = ("stage" if remat else "none",) * choice.placement.num_stages
+    again: Modes = (remat,) * choice.placement.num_stages
     counts = drafts.cut(choice, again) if partition is None else tuple(partition)
     return finished(drafts, drafts.make(choice, counts, again))
 
