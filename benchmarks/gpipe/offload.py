@@ -98,7 +98,7 @@ def _counted(contest: Contest, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
     profile, layers = transformer_profile(1, contest.samples, contest.size, contest.tokens), []
     for layer in profile.layers:
-        taken = Seconds(layer.forward.median * OPERATIONS_PER_SECOND / speed)
+        taken = Seconds(OPERATIONS_PER_SECOND / speed * layer.forward.median)
         layers.append(replace(layer, forward=taken, input_grad=taken, weight_grad=taken, recompute=taken))
     return replace(profile, layers=tuple(layers), host=Host(bandwidth))
 

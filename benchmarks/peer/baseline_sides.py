@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.peer.contest import Contest
+from benchmarks.peer.contest import Contest, loss
 from benchmarks.peer.gapless_sides import on_one_core
 
 TORCHGPIPE_NOTE = "torchgpipe's backwards run on autograd's threads: one for all CPUs, so they are not parallel here"
@@ -32,7 +32,7 @@ def prepare_parts(contest: Contest, name: str, rank: int) -> Prepared:
         shape, low = (contest.samples, contest.tokens, contest.size), next(layers.parameters()).dtype
         inputs = tuple(torch.randn(shape, dtype=low, device=contest.device) for _ in inputs)
     is_last = name == "whole" or rank == contest.devices - 1
-    find = contest.loss if contest.kind != "llama" or is_last else _sum
+    find = contest.loss if contest.kind != "llama" or is_last else loss
 
     def once(part: Tensor, target: Tensor) -> None:
         with contest.casting():
@@ -49,10 +49,6 @@ def prepare_parts(contest: Contest, name: str, rank: int) -> Prepared:
                     once(part.detach().requires_grad_(needs_grad), target)
 
     return None, contest.trained(layers.parameters(), run, in_place=name == "parts graphed")
-
-
-def _sum(outputs: Tensor, target: Tensor) -> Tensor:
-    return (outputs * 1.0).sum()
 
 
 def _graphed(

@@ -50,18 +50,10 @@ def pipeline(contest: Contest, schedule: str, mesh: Any = None, costs: Costs | N
     microbatches = 1 if schedule == "pipedream" else contest.microbatches
     made = make_schedule(schedule, devices=contest.devices, microbatches=microbatches, costs=costs)
     stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
-    return Pipeline(
-        nn.Sequential(*stages),
-        devices=["cpu"] * contest.devices if mesh is None else None,
-        mesh=mesh,
-        microbatches=microbatches,
-        loss=contest.loss,
-        schedule=schedule,
-        stages_per_device=made.num_stages // contest.devices,
-        partition=[1] * made.num_stages,
-        costs=costs if contest.kind == "emulated" else None,
-        **options,
-    )
+    options |= {"devices": ["cpu"] * contest.devices if mesh is None else None, "mesh": mesh, "loss": contest.loss}
+    options |= {"stages_per_device": made.num_stages // contest.devices, "partition": [1] * made.num_stages}
+    options["costs"] = costs if contest.kind == "emulated" else None
+    return Pipeline(nn.Sequential(*stages), schedule=schedule, microbatches=microbatches, **options)
 
 
 def batch(contest: Contest) -> tuple[Tensor, Tensor]:
