@@ -100,9 +100,7 @@ def told(found: Found) -> Told:
         figures.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
         verdict.append(f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x")
     size = f" of {4 * found['size'] / 1e6:.2g} MB" if found["size"] >= 1000 else ""
-    title = (
-        f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}, "
-    )
-    title += f"{{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
+    title = f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}"
+    title += f", {{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
     columns = "schedule | by | stages | step=seconds:ms | bound:ms | efficiency:% | useful:% | =passes"
     return Told(figures, [tabulated(title.format_map(found), rows, columns, *verdict, left=2)])

@@ -46,13 +46,13 @@ from gapless.schedule.simulate import simulate
 from gapless.units import show_count
 
 _PEERS = ("1f1b", "interleaved", "zb-v")
-_PRECISIONS = one_of("bf16", "autocast", "fp16")
+_PRECISIONS = one_of("precision", "bf16", "autocast", "fp16")
 _FIRST_NCCL = 23100  # that lets ranks share a GPU
 
 
 def run(
     *,
-    model: Annotated[str, "gpt (of gapless, in bfloat16) or llama", one_of("gpt", "llama")] = "gpt",
+    model: Annotated[str, "gpt (of gapless, in bfloat16) or llama", one_of("model", "gpt", "llama")] = "gpt",
     precision: Annotated[str, "of a llama: bf16, or autocast to bfloat16, or to fp16", _PRECISIONS] = "bf16",
     compile: Annotated[bool, "compile the layers of a llama"] = False,
     peers: Annotated[tuple[str, ...], "schedules of torch"] = _PEERS,

@@ -49,7 +49,7 @@ def run(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 rows.append(process.submit(measure, schedule, devices, microbatches).result())
         except (GaplessError, BrokenProcessPool) as error:
-            why = str(error) if isinstance(error, GaplessError) else "its process has ended; out of memory?"
+            why = "its process has ended; out of memory?" if isinstance(error, BrokenProcessPool) else str(error)
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
     return {"rows": rows}
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.runner.parameters import Between, Devices, check_width
+from benchmarks.runner.parameters import Between, Devices, check_width, one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Found, Table, Told, of_rounds, tabulated
 from gapless.errors import ConfigError, GaplessError
@@ -47,19 +47,13 @@ Losses = Iterator[float]  # of minibatches, in their order
 Way = Callable[[nn.Sequential, Sequence[Batch]], Losses]
 
 
-def check_optimizer(name: str) -> None:
-    """Raises if there is no such one."""
-    if name not in RATES:
-        raise ConfigError(f"optimizer is {name!r}, but it must be one of {', '.join(RATES)}")
-
-
 def run(
     *,
     devices: Devices = 8,
     steps: Annotated[int, "minibatches of a run"] = 250,
     batch: Annotated[int, "sequences in a minibatch, at least as many as devices"] = 16,
     seeds: Annotated[int, "runs of each way"] = 3,
-    optimizer: Annotated[str, "adam or sgd (with momentum 0.9)", check_optimizer] = "adam",
+    optimizer: Annotated[str, "adam or sgd (with momentum 0.9)", one_of("optimizer", *RATES)] = "adam",
     lr: Annotated[float, "learning rate of all ways (0: 0.003 for adam, 0.1 for sgd)", Between(0, 10)] = 0,
     width: Annotated[int, "width of the GPT, a multiple of 4"] = 32,
     html: Annotated[Path | None, "write a page with the curves"] = None,
@@ -199,10 +193,8 @@ def _table(found: Mapping[str, Any]) -> Table:
     """For each way its name, delay, losses and what it is behind of sync."""
     plain, rows = None, []
     for row in found["rows"]:
-        held_out, training = (
-            [loss for loss in losses if loss is not None]
-            for losses in (row["held_out"], [run[-1] for run in row["runs"]])
-        )
+        held_out = [loss for loss in row["held_out"] if loss is not None]
+        training = [run[-1] for run in row["runs"] if run[-1] is not None]
         cells = {"way": row["way"], "delay": row["delay"], "training": "diverged", "held out": "diverged"}
         if held_out:
             mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
@@ -212,10 +204,8 @@ def _table(found: Mapping[str, Any]) -> Table:
             plain = mean if row["way"] == "sync" else plain
             cells["to sync"] = f"{mean - plain:+.3f}" if plain is not None else ""
         rows.append(cells)
-    title = (
-        f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} minibatches "
-    )
-    title += f"of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
+    title = f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} "
+    title += f"minibatches of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
     page = [f"The curves are in {found['html']}."] if found.get("html") else []
     columns = "way | delay | training | held out | of all seeds | to sync"
     return tabulated(title.format_map(found), rows, columns, *_NOTES, *page, left=2)

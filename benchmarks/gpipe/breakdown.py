@@ -28,7 +28,7 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, pipeline
 from benchmarks.planner.subjects import small_gpt
 from benchmarks.runner.parameters import Milliseconds, Rounds
-from benchmarks.runner.rounds import Progress, median, silent
+from benchmarks.runner.rounds import Progress, median, quotients, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind
@@ -114,9 +114,7 @@ def told(found: Found) -> Told:
     """The step of each setting, and the median of each part as a share of it."""
     rows, figures = [], []
     for row in found["rows"]:
-        parts = {
-            part: [each[part] / step for each, step in zip(row["parts"], row["steps"], strict=True)] for part in PARTS
-        }
+        parts = {part: quotients([each[part] for each in row["parts"]], row["steps"]) for part in PARTS}
         rows.append({**row, "step": median(row["steps"]), **{part: median(shares) for part, shares in parts.items()}})
         name = f"{row['model']}, {row['schedule']}"
         figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", parts["bubble"], "share")]

@@ -78,9 +78,8 @@ def _rate(line: PublishedRates, name: str) -> float:
     recipe, _, times = name.partition(", ")
     if times:
         sizes |= {"memory_limit": times, "objective": "span"}
-    return max(
-        0.0, float(simulate(make_schedule(recipe, **sizes), line.costs).span_bubble)
-    )  # the last digits of sums differ
+    bubble = float(simulate(make_schedule(recipe, **sizes), line.costs).span_bubble)
+    return max(0.0, bubble)  # the last digits of sums differ
 
 
 def told(found: Found) -> Told:

@@ -24,7 +24,7 @@ from torch import nn
 from benchmarks.gpipe.giants import amoebanet_profile, greatest, transformer_profile
 from benchmarks.planner.prediction import peaks_of
 from benchmarks.planner.subjects import Subject, planned, small_amoebanet, small_gpt
-from benchmarks.runner.parameters import check_names
+from benchmarks.runner.parameters import one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless.errors import ConfigError
@@ -50,7 +50,7 @@ _MODELS = {"AmoebaNet-D": (8 * 2**30, 128, _AMOEBANET), "Transformer": (16 * 2**
 
 def run(
     *,
-    models: Annotated[tuple[str, ...], "which models"] = ("AmoebaNet-D", "Transformer"),
+    models: Annotated[tuple[str, ...], "which models", one_of("model", *_MODELS)] = ("AmoebaNet-D", "Transformer"),
     measured: Annotated[bool, "leave out what is measured, and only predict"] = True,
     predicted: Annotated[bool, "leave out the sizes of the paper, and only measure"] = True,
     width: Annotated[int, "of the measured Transformer, and 4 times the filters of the AmoebaNet: 16, 32, ..."] = 64,
@@ -60,7 +60,6 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """Rows by model and way."""
-    check_names("model", models, list(_MODELS))
     if measured and (layers % 3 or width % 16):
         raise ConfigError(
             f"models of {layers} layers and width {width} can't be measured: give a multiple of 3 layers, and a width "

@@ -7,6 +7,7 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.planner import subjects
@@ -95,16 +96,13 @@ class _Metered(Apart):
         for number, stage in stages.items():
             meter = self._meters[schedule.placement.device(number, 0)]
             for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, _metered(getattr(stage, name), meter))
+                setattr(stage, name, partial(_metered, meter, getattr(stage, name)))
         return super().program(schedule, stages, *args, **options)
 
 
-def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with meter.on():
-            return call(*args, **kwargs)
-
-    return run
+def _metered(meter: StorageMeter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with meter.on():
+        return call(*args, **options)
 
 
 def peaks_of(subject: Subject, plan: Plan) -> list[int]:

@@ -202,15 +202,13 @@ def small_transformer(
 class _Embed(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.source, self.target, self.scale = model.source_tokens, model.target_tokens, model.scale
+        self.embeddings, self.scale = nn.ModuleList([model.source_tokens, model.target_tokens]), model.scale
         self.register_buffer("positions", model.get_buffer("positions").clone())
 
-    def forward(self, source: Tensor, target: Tensor) -> Any:
-        there = (source != 0)[:, None, None, :]
-        positions = self.get_buffer("positions")
-        x = self.source(source) * self.scale + positions[: source.size(1)]
-        y = self.target(target) * self.scale + positions[: target.size(1)]
-        return x, y, there
+    def forward(self, *both: Tensor) -> Any:
+        places = self.get_buffer("positions")
+        made = (e(ids) * self.scale + places[: ids.size(1)] for e, ids in zip(self.embeddings, both, strict=True))
+        return (*made, (both[0] != 0)[:, None, None, :])
 
 
 def _encode(layer: nn.Module, *rest: Any) -> Any:

@@ -57,11 +57,9 @@ def shown(value: float, unit: Unit) -> str:
     """A number as people read it."""
     if unit == "s":
         return f"{value:.2f} s" if value >= 10 else f"{1000 * value:.4g} ms"
-    scale, form = {
-        "us": (1, ".3g} us"), "x": (1, ".2f}x"), "share": (100, ".1f}%"), "difference": (100, "+.1f}%"),
-        "count": (1, "g}"), "loss": (1, ".3f}"),
-    }[unit]  # fmt: skip
-    return ("{:" + form).format(scale * value)
+    if unit in ("us", "count"):
+        return f"{value:.3g} us" if unit == "us" else f"{value:g}"
+    return cell(value, {"x": "x", "share": "%", "difference": "+%", "loss": ",.3"}[unit])
 
 
 @dataclass(frozen=True)
