@@ -23,9 +23,8 @@ from benchmarks.peer.peer import Lineup
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
 from benchmarks.runner.rounds import Progress, best, median, quotients, silent, take_turns
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.schedule.action import Kind, Schedule
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
+from gapless import Schedule, make_schedule, simulate
+from gapless.schedule.action import Kind
 
 PEERS = ("1f1b", "interleaved", "zb-v")  # what torch has of these
 _MEANT = {"1f1b": (0.95, 0.91), "zb-h1": (0.95, 0.91), "interleaved": (0.93, 0.9), "zb-v": (0.93, 0.9)}  # at 5 ms

@@ -40,9 +40,8 @@ from benchmarks.peer.peer import Lineup, Peer
 from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width, one_of
 from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
+from gapless import make_schedule, simulate
 from gapless.errors import ConfigError
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
 from gapless.units import show_count
 
 _PEERS = ("1f1b", "interleaved", "zb-v")

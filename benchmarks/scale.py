@@ -18,10 +18,8 @@ from typing import Annotated, Any
 from benchmarks.runner.parameters import Schedule
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
-from gapless.errors import ConfigError, GaplessError
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
-from gapless.schedule.verify import verify
+from gapless import GaplessError, make_schedule, simulate, verify
+from gapless.errors import ConfigError
 
 MOST_MICROBATCHES = 1024
 

@@ -29,10 +29,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.runner.parameters import Between, Devices, check_width, one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Found, Table, Told, of_rounds, tabulated
-from gapless.errors import ConfigError, GaplessError
-from gapless.pipeline.pipeline import Pipeline
+from gapless import AsyncReplicas, GaplessError, Pipeline
+from gapless.errors import ConfigError
 from gapless.run.streams.nesterov import DelayedNesterov
-from gapless.run.streams.replicas.async_replicas import AsyncReplicas
 from gapless.stage.intra_op import intra_op_threads
 from gapless.train.data.sources import standard_library
 from gapless.units import show_count

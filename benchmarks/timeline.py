@@ -13,8 +13,7 @@ from benchmarks.peer.gapless_sides import batch, pipeline, step
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
 from benchmarks.runner.rounds import Progress, fight, quotients, silent
 from benchmarks.runner.told import Figure, Found, Told, of_rounds, told_duel
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, costs_of
+from gapless import Timeline, costs_of, simulate
 from gapless.view import page
 from gapless.view.figures import Units
 

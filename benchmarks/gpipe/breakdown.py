@@ -30,10 +30,8 @@ from benchmarks.planner.subjects import small_gpt
 from benchmarks.runner.parameters import Milliseconds, Rounds
 from benchmarks.runner.rounds import Progress, median, quotients, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.pipeline.pipeline import Pipeline
+from gapless import Pipeline, Timeline, costs_of, simulate
 from gapless.schedule.action import Kind
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, costs_of
 from gapless.stage.intra_op import intra_op_threads
 
 PARTS = ("compute", "recompute", "imbalance", "bubble", "transfer", "set-up", "update")

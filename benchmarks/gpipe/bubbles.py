@@ -13,9 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
-from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
+from gapless import Costs, make_schedule, simulate
 
 _PUBLISHED = ("1f1b", "zb-h1", "zb-h2", "auto, 1x", "auto, 2x")
 _NAMES = (*_PUBLISHED, "zb-v")

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpipe.giants import VOCABULARY, transformer
 from benchmarks.peer.contest import Contest
-from gapless.pipeline.pipeline import Pipeline
+from gapless import Pipeline, offload_optimizer
 from gapless.plan.plan import Plan
-from gapless.stage.offload.optimizer_state import offload_optimizer
 from gapless.zoo.gpt import next_token_loss
 
 _STEPS = 2

@@ -22,8 +22,7 @@ from benchmarks.peer.gapless_sides import batch, on_one_core, pipeline
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules, Steps
 from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, timed
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.pipeline.pipeline import Pipeline
-from gapless.schedule.simulate import simulate
+from gapless import Pipeline, simulate
 
 _NEVER, _ALWAYS = 1e9, 1e-9  # norms to clip to
 

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Contestant, Span, timed
-from gapless.pipeline.pipeline import Pipeline
+from gapless import Costs, Pipeline, make_schedule
 from gapless.run.world import TransportName
-from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import find_recipe, make_schedule
+from gapless.schedule.recipes import find_recipe
 
 
 @contextlib.contextmanager

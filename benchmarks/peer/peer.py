@@ -13,9 +13,9 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import has_steps, pipeline, step
 from benchmarks.peer.ranks import Failed, Prepared, Stepped, compete
 from benchmarks.runner.rounds import Contestant, GaveUpError, Progress
+from gapless import Schedule, make_schedule
 from gapless.errors import TransportError
-from gapless.schedule.action import Schedule
-from gapless.schedule.recipes import RECIPES, make_schedule
+from gapless.schedule.recipes import RECIPES
 
 # What each side is, and the module that has its `prepare_...`.
 _SIDES = {

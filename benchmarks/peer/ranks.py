@@ -26,9 +26,8 @@ import torch.distributed as dist
 from benchmarks import die_with_parent
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Span
+from gapless import costs_of, simulate
 from gapless.run.held_memory import in_use
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import costs_of
 from gapless.stage.intra_op import set_intra_op_threads
 
 

@@ -15,13 +15,12 @@ from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.rounds import Progress, median, take_turns
 from benchmarks.runner.told import Table, tabulated
+from gapless import Schedule, simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.run.program import Program
-from gapless.schedule.action import Schedule
-from gapless.schedule.simulate import simulate
 from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
