@@ -22,10 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.peer.baseline_sides import TORCHGPIPE_NOTE, missing_torchgpipe
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.other_sides import ALL, TORCHGPIPE_NOTE, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
-from benchmarks.peer.torch_side import ALL
 from benchmarks.runner.parameters import Between, Rounds, Schedules, numbers
 from benchmarks.runner.rounds import KeptRounds, Progress, Taken, median, quotients, silent, take_turns, within
 from benchmarks.runner.told import Figure, Found, Told, cell, of_rounds, tabulated

@@ -20,10 +20,9 @@ example: python -m benchmarks peers --devices 2 --sizes light
 from importlib.util import find_spec
 from typing import Annotated, Any
 
-from benchmarks.peer.baseline_sides import missing_torchgpipe
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.other_sides import ALL, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
-from benchmarks.peer.torch_side import ALL
 from benchmarks.runner.parameters import Devices, Microbatches, Rounds, Schedules, one_of
 from benchmarks.runner.rounds import Progress, best, median, ratio, silent, take_turns, within
 from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated

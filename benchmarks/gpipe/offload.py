@@ -17,20 +17,28 @@ example: python -m benchmarks offload --gpu --devices 4 --width 1024 --samples 4
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, deeper, greatest, transformer, transformer_profile
-from benchmarks.gpipe.offload_trial import trial_ids
+from benchmarks.gpipe.giants import (
+    OPERATIONS_PER_SECOND,
+    VOCABULARY,
+    deeper,
+    greatest,
+    transformer,
+    transformer_profile,
+)
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Peer
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
+from gapless import Pipeline, offload_optimizer
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
@@ -111,7 +119,7 @@ def _measured(contest: Contest, progress: Progress) -> Profile:
 
     progress("measuring layers")
     place = torch.device("cuda", 0)
-    ids, layers = trial_ids(contest, 1).to(place), list(transformer(1, contest.size, contest.tokens))
+    ids, layers = _ids(contest, 1).to(place), list(transformer(1, contest.size, contest.tokens))
     found = measure(layers, ids, ids, loss=next_token_loss, device=place, seconds=2.0)
     latency, bandwidth = link_speed(place)
     torch.cuda.empty_cache()
@@ -168,6 +176,36 @@ def trained(contest: Contest, depth: int, plan: Plan, memory: int) -> str:
     with Peer(contest, [asked], "trial") as ranks:
         reason = ranks.refused.get(asked, "")
     return TOO_LARGE if TOO_LARGE in reason else reason[:300]
+
+
+def _ids(contest: Contest, microbatches: int) -> torch.Tensor:
+    """So many microbatches of tokens, the same always."""
+    shape = (microbatches * contest.samples, contest.tokens)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+
+
+def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callable[[], object]]:
+    """Trains a GPT; the name has its depth, its plan, and the bytes that a rank may take, as JSON."""
+    depth, plan, memory = json.loads(name)
+    planned = Plan.from_json(plan)
+    if contest.on_gpu:  # without one everything fits
+        total = torch.cuda.get_device_properties(contest.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
+    mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
+    with torch.device("meta"):
+        layers = transformer(depth, contest.size, contest.tokens)
+    ids = _ids(contest, contest.microbatches)
+    more: Any = {"transport": "memory" if contest.on_gpu else "auto", "timeout": 90.0, "init": "reset_parameters"}
+    pipe = Pipeline(layers, mesh=mesh, schedule=planned, loss=next_token_loss, **more)
+    optimizer = torch.optim.AdamW([each for each in pipe.parameters() if each.numel()])
+    if planned.offload_optimizer:
+        offload_optimizer(optimizer)
+    for _ in range(2):
+        pipe.step(ids, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    contest.settle()
+    return None, lambda: None
 
 
 # -- told --------------------------------------------------------------------------------------------------------------

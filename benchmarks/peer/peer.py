@@ -19,17 +19,16 @@ from gapless.schedule.recipes import RECIPES
 
 # What each side is, and the module that has its `prepare_...`.
 _SIDES = {
-    "torch": ("torch.distributed.pipelining", "benchmarks.peer.torch_side"),
-    "torchgpipe": ("torchgpipe", "benchmarks.peer.baseline_sides"),
-    "fsdp": ("FSDP2", "benchmarks.peer.baseline_sides"),
+    "torch": ("torch.distributed.pipelining", "benchmarks.peer.other_sides"),
+    "torchgpipe": ("torchgpipe", "benchmarks.peer.other_sides"),
+    "fsdp": ("FSDP2", "benchmarks.peer.other_sides"),
     "gapless": ("gapless on ranks", "benchmarks.peer.gapless_sides"),
-    "parts": ("the parts of the model", "benchmarks.peer.baseline_sides"),
+    "parts": ("the parts of the model", "benchmarks.peer.other_sides"),
     "replicas": ("stages with replicas on ranks", "benchmarks.planner.replicas"),
-    "trial": ("a trial", "benchmarks.gpipe.offload_trial"),
+    "trial": ("a trial", "benchmarks.gpipe.offload"),
 }
-_SERVER = get_context("forkserver")
 _OTHERS = ("torch", "torchgpipe", "fsdp", "trial")  # what fails of them is left out; what fails of ours is an error
-
+_SERVER = get_context("forkserver")
 
 SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas", "trial"]
 Environment = Mapping[str, str] | None
