@@ -93,59 +93,56 @@ def run(
 
 def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[float]) -> dict[str, tuple[str, Way]]:
     """By name: the delay of their gradients in words, and how to train. `staleness` gets what replicas have had."""
-
     make: Any = partial(SGD, lr=lr, momentum=0.9) if optimizer == "sgd" else partial(AdamW, lr=lr, weight_decay=0.01)
-
-    def streamed(schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> Way:
-        options = {"optimizer": make, **options}
-
-        def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-            sizes: Any = {"devices": devices, "schedule": schedule, "microbatches": microbatches}
-            with Pipeline(model, loss=next_token_loss, **sizes) as pipe, pipe.stream(**options) as stream:
-                yield from (result.loss.item() for result in stream.run(batches))
-
-        return train
-
-    def replicated(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-        found, failure = {}, None
-        with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
-            try:
-                for result in replicas.run(batches):
-                    found[result.minibatch] = result.loss.item()
-            except GaplessError as error:
-                failure = error
-            staleness.append(replicas.order.mean_staleness)
-        yield from (found[minibatch] for minibatch in sorted(found))
-        if failure is not None:
-            raise failure
-
-    stage = f"0 to {devices - 1}"
+    streamed, stage = partial(_streamed, devices=devices, optimizer=make), f"0 to {devices - 1}"
     ways: dict[str, tuple[str, Way]] = {
-        "sync": ("0", _plain(make)),
-        "pipedream": (stage, streamed()),
-        "pipedream, vertical": (f"{devices - 1}", streamed(vertical=True)),
-        "2bw": ("1", streamed("2bw", devices)),
-        "spectrain": (stage, streamed(correction="spectrain")),
-        "lr by delay": (stage, streamed(lr_by_delay=max(1, steps // 4))),
-        "asp": ("by the clock", replicated),
+        "sync": ("0", partial(_plain, make)),
+        "pipedream": (stage, streamed),
+        "pipedream, vertical": (f"{devices - 1}", partial(streamed, vertical=True)),
+        "2bw": ("1", partial(streamed, schedule="2bw", microbatches=devices)),
+        "spectrain": (stage, partial(streamed, correction="spectrain")),
+        "lr by delay": (stage, partial(streamed, lr_by_delay=max(1, steps // 4))),
+        "asp": ("by the clock", partial(_replicated, devices, make, staleness)),
     }
     if optimizer == "adam":
-        ways["nesterov"] = (stage, streamed(optimizer=None, correction="nesterov", lr=lr))
-        ways["sync, nesterov's optimizer"] = ("0", _plain(partial(DelayedNesterov, lr=lr)))
+        ways["nesterov"] = (stage, partial(streamed, optimizer=None, correction="nesterov", lr=lr))
+        ways["sync, nesterov's optimizer"] = ("0", partial(_plain, partial(DelayedNesterov, lr=lr)))
     return ways
 
 
-def _plain(make: Callable[[Any], Optimizer]) -> Way:
-    def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-        optimizer = make(model.parameters())
-        for inputs, target in batches:
-            loss = next_token_loss(model(inputs), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
+def _plain(make: Callable[[Any], Optimizer], model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+    optimizer = make(model.parameters())
+    for inputs, target in batches:
+        loss = next_token_loss(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
 
-    return train
+
+def _streamed(
+    model: nn.Sequential, batches: Sequence[Batch], *, devices: int, schedule: str = "pipedream", microbatches: int = 1,
+    **options: Any,
+) -> Losses:  # fmt: skip
+    sizes: Any = {"devices": devices, "schedule": schedule, "microbatches": microbatches}
+    with Pipeline(model, loss=next_token_loss, **sizes) as pipe, pipe.stream(**options) as stream:
+        yield from (result.loss.item() for result in stream.run(batches))
+
+
+def _replicated(
+    devices: int, make: Any, staleness: list[float], model: nn.Sequential, batches: Sequence[Batch]
+) -> Losses:
+    found, failure = {}, None
+    with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
+        try:
+            for result in replicas.run(batches):
+                found[result.minibatch] = result.loss.item()
+        except GaplessError as error:
+            failure = error
+        staleness.append(replicas.order.mean_staleness)
+    yield from (found[minibatch] for minibatch in sorted(found))
+    if failure is not None:
+        raise failure
 
 
 def _finite(losses: Losses) -> Losses:
