@@ -25,14 +25,7 @@ from typing import Annotated, Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.gpipe.giants import (
-    OPERATIONS_PER_SECOND,
-    VOCABULARY,
-    deeper,
-    greatest,
-    transformer,
-    transformer_profile,
-)
+from benchmarks.gpipe import giants
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Peer
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
@@ -104,9 +97,9 @@ def run(
 
 def _counted(contest: Contest, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
-    profile, layers = transformer_profile(1, contest.samples, contest.size, contest.tokens), []
+    profile, layers = giants.transformer_profile(1, contest.samples, contest.size, contest.tokens), []
     for layer in profile.layers:
-        taken = Seconds(OPERATIONS_PER_SECOND / speed * layer.forward.median)
+        taken = Seconds(giants.OPERATIONS_PER_SECOND / speed * layer.forward.median)
         layers.append(replace(layer, forward=taken, input_grad=taken, weight_grad=taken, recompute=taken))
     return replace(profile, layers=tuple(layers), host=Host(bandwidth))
 
@@ -119,7 +112,7 @@ def _measured(contest: Contest, progress: Progress) -> Profile:
 
     progress("measuring layers")
     place = torch.device("cuda", 0)
-    ids, layers = _ids(contest, 1).to(place), list(transformer(1, contest.size, contest.tokens))
+    ids, layers = _ids(contest, 1).to(place), list(giants.transformer(1, contest.size, contest.tokens))
     found = measure(layers, ids, ids, loss=next_token_loss, device=place, seconds=2.0)
     latency, bandwidth = link_speed(place)
     torch.cuda.empty_cache()
@@ -138,17 +131,18 @@ class _Depths:
         machine = [replace(device, memory=int(more * (device.memory or 0))) for device in self._machine]
         minibatch = (self._wanted.microbatches or 1) * self._small.samples
         try:
-            return search(deeper(self._small, depth), machine, self._wanted, minibatch).best
+            return search(giants.deeper(self._small, depth), machine, self._wanted, minibatch).best
         except PlanError:
             return None
 
     def largest(self) -> dict[str, Any]:
         """The greatest depth that fits, its parameters, step and bytes on the host of a device."""
-        depth = greatest(lambda depth: self.plan(depth) is not None, len(self._machine))
+        depth = giants.greatest(lambda depth: self.plan(depth) is not None, len(self._machine))
         if (plan := self.plan(depth)) is None:
             return {"layers": 0, "parameters": 0}
         away = max(map(float, plan.timeline.host_peak)) if plan.schedule.has_copies else 0.0
-        found = {"layers": depth, "parameters": sum(e.parameters // 4 for e in deeper(self._small, depth).layers)}
+        parameters = sum(layer.parameters // 4 for layer in giants.deeper(self._small, depth).layers)
+        found = {"layers": depth, "parameters": parameters}
         return found | {"seconds": plan.step_seconds, "throughput": plan.throughput, "host": away}
 
 
@@ -181,7 +175,7 @@ def trained(contest: Contest, depth: int, plan: Plan, memory: int) -> str:
 def _ids(contest: Contest, microbatches: int) -> torch.Tensor:
     """So many microbatches of tokens, the same always."""
     shape = (microbatches * contest.samples, contest.tokens)
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+    return torch.randint(giants.VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
 
 
 def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callable[[], object]]:
@@ -193,7 +187,7 @@ def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callabl
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
     mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
     with torch.device("meta"):
-        layers = transformer(depth, contest.size, contest.tokens)
+        layers = giants.transformer(depth, contest.size, contest.tokens)
     ids = _ids(contest, contest.microbatches)
     more: Any = {"transport": "memory" if contest.on_gpu else "auto", "timeout": 90.0, "init": "reset_parameters"}
     pipe = Pipeline(layers, mesh=mesh, schedule=planned, loss=next_token_loss, **more)
@@ -216,15 +210,12 @@ def told(found: Found) -> Told:
     plain = next((row["parameters"] for row in found["rows"] if row["way"] == "plain"), 0)
     rows = []
     for row in found["rows"]:
-        cells = {"count": f"{row['parameters'] / 1e9:.2f}B", "larger": row["parameters"] / plain if plain else None}
+        cells = {"larger": row["parameters"] / plain if plain else None}
         tried = {"trained": row.get("fits") or "-", "failed": row.get("too_large") or "-"}
         rows.append({**row, **cells, **tried})
-    figures = [
-        Figure(f"{row['way']}: larger than plain by", row["larger"], "x")
-        for row in rows
-        if row["way"] != "plain" and row["larger"]
-    ]
-    columns = "way | layers | parameters=count | against plain=larger:x | on the host=host:GiB | step=seconds:s"
+    larger = {row["way"]: row["larger"] for row in rows if row["way"] != "plain" and row["larger"]}
+    figures = [Figure(f"{way}: larger than plain by", times, "x") for way, times in larger.items()]
+    columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
     columns += f" | of {found['same']} layers=same:s"
     columns += " | trained | too large=failed" if any("fits" in row for row in rows) else ""
     note = (

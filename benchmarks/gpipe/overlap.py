@@ -98,8 +98,6 @@ def told(found: Found) -> Told:
         if way == "clipped":
             shares = quotients(seconds, found["rounds"][f"{schedule} waits"])
             figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
-    title = (
-        "{devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W of a device"
-    )
-    title = title.format_map(found) + f"; medians of {len(seconds)}"
+    title = f"{{devices}} emulated devices, {{microbatches}} microbatches, {found['milliseconds']:g} ms for each F, I "
+    title = f"{title}and W of a device; medians of {len(seconds)}".format_map(found)
     return Told(figures, [tabulated(title, rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2)])

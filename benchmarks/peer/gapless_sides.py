@@ -60,15 +60,11 @@ def batch(contest: Contest) -> tuple[Tensor, Tensor]:
     return contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
 
 
-def step(
-    contest: Contest, pipe: Pipeline, times: int = 1, *, on_all_cores: bool = False, endless: bool = False
-) -> Contestant:
-    """A contestant that runs so many steps in a row, all on the same batch; `on_all_cores` is for layers that work,
-    `endless` for schedules without steps.
-    """
+def step(contest: Contest, pipe: Pipeline, times: int = 1, *, on_all_cores: bool = False) -> Contestant:
+    """A contestant that runs so many steps in a row, all on the same batch; `on_all_cores` is for layers that work."""
     inputs, target = batch(contest)
     with contextlib.nullcontext() if on_all_cores else on_one_core():  # the threads start with the first step
-        if endless:
+        if not has_steps(pipe.schedule.name):
             run = steadily(contest, pipe, inputs, target)
             run()
             return lambda: run().seconds

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.gapless_sides import has_steps, pipeline, step
+from benchmarks.peer.gapless_sides import pipeline, step
 from benchmarks.peer.ranks import Failed, Prepared, Stepped, compete
 from benchmarks.runner.rounds import Contestant, GaveUpError, Progress
 from gapless import Schedule, make_schedule
@@ -204,9 +204,7 @@ class Lineup(contextlib.ExitStack):
         for schedule in schedules:
             pipe = self.enter_context(pipeline(self._contest, schedule))
             self.schedules[f"{name} {schedule}"] = pipe.schedule
-            self.contestants[f"{name} {schedule}"] = step(
-                self._contest, pipe, on_all_cores=on_all_cores, endless=not has_steps(schedule)
-            )
+            self.contestants[f"{name} {schedule}"] = step(self._contest, pipe, on_all_cores=on_all_cores)
 
     def add_ranks(self, side: SideName, whats: Sequence[str], name: str | None = None) -> None:
         """A side in processes of its own, and what it is to run."""

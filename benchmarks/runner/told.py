@@ -13,7 +13,7 @@ Found = dict[str, Any]  # what the `run` of a benchmark returns, and its options
 Unit = Literal["s", "us", "x", "share", "difference", "count", "loss"]
 Better = Literal["less", "more", ""]
 _UNITS = {"ms": (1e3, " ms", 1), "us": (1e6, " us", 0), "s": (1, " s", 2), "x": (1, "x", 2), "%": (100, "%", 1)}
-_UNITS |= {"MiB": (2**-20, " MiB", 2), "GiB": (2**-30, " GiB", 1), ",": (1, "", 0)}
+_UNITS |= {"MiB": (2**-20, " MiB", 2), "GiB": (2**-30, " GiB", 1), "B": (1e-9, "B", 2), ",": (1, "", 0)}
 
 
 @dataclass(frozen=True)
