@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -78,7 +79,13 @@ def two_weights_that_change_places(clock: Clock, when: When) -> Made:
     return [Do(lambda x: pick(one, other, x)), one, nn.Tanh(), Do(lambda x: pick(other, one, x)), other], F.mse_loss
 
 
-def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **options: Any) -> list[Tensor]:
+def gradients(
+    make: Callable[[Clock, When], Made],
+    when: When,
+    piped: bool,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
+) -> list[Tensor]:
     torch.manual_seed(3)
     clock = Clock()
     layers, loss = make(clock, when)
@@ -98,16 +105,19 @@ def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **op
             layers, devices=2, microbatches=MICROBATCHES, loss=loss, seed=SEED, intra_op_threads=1, **options
         ) as pipe:
             for clock.step in range(STEPS):
-                pipe.step(x[clock.step], y[clock.step])
+                with context():
+                    pipe.step(x[clock.step], y[clock.step])
                 done()
         return found
     for clock.step in range(STEPS):
         parts = zip(x[clock.step].tensor_split(MICROBATCHES), y[clock.step].tensor_split(MICROBATCHES), strict=True)
         for microbatch, (value, target) in enumerate(parts):
-            for number, layer in enumerate(layers):
-                torch.manual_seed(gapless.seed_of(SEED, clock.step, microbatch, number))
-                value = layer(value)
-            (loss(value, target) * (len(target) / SAMPLES)).backward()
+            with context():
+                for number, layer in enumerate(layers):
+                    torch.manual_seed(gapless.seed_of(SEED, clock.step, microbatch, number))
+                    value = layer(value)
+                found_loss = loss(value, target)
+            (found_loss * (len(target) / SAMPLES)).backward()
         done()
     return found
 
@@ -146,6 +156,30 @@ def test_a_hidden_use_under_autocast_shares_the_cast_in_the_step_in_which_it_is_
         return [first, nn.Tanh(), Do(lambda part, x: part(x) + F.linear(x, first.weight), linear()), linear()]
 
     assert_exact(make, schedule=schedule, context=CAST)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("when", [lambda step, _: step > 0, lambda step, _: step % 3 == 2])
+def test_a_weight_that_is_cast_between_two_uses_as_it_is(schedule: str, when: When) -> None:
+    """Autocast's cast was that of the first microbatch, so its gradient came after both others; the weight had waited
+    in the steps before.
+    """
+
+    def make(clock: Clock, when: When) -> Made:
+        last = linear()
+
+        def uses(part: nn.Module, x: Tensor) -> Any:
+            return part(x) + x * last.weight.mean() if clock.step > 0 else part(x)
+
+        def loss(out: Tensor, target: Tensor) -> Tensor:
+            penalty = 0.01 * last.weight.square().sum() if when(clock.step, 0) else 0.0
+            return F.mse_loss(out.float(), target) + penalty
+
+        return [linear(), Do(uses, linear()), linear(), last], loss
+
+    options: dict[str, Any] = {"schedule": schedule, "partition": [1, 3], "context": CAST}
+    ours, plain = (gradients(make, when, piped, **options) for piped in (True, False))
+    assert all(map(torch.equal, ours, plain))
 
 
 def test_a_shared_weight_in_two_reentrant_checkpoints_is_refused() -> None:
