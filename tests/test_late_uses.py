@@ -139,7 +139,8 @@ def gradients(
 )
 def test_a_use_that_begins_later_is_exact_in_the_step_in_which_it_begins(make: Any, when: When) -> None:
     plain = gradients(make, when, piped=False)
-    for options in ({"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "remat": "stage"}):
+    ways: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "remat": "stage"}]
+    for options in ways:
         if options["schedule"] == "zb-v" and make is not a_weight_of_the_stage_behind:
             continue  # once is enough
         ours = gradients(make, when, piped=True, **options)
