@@ -23,9 +23,8 @@ from benchmarks.peer.peer import Lineup
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
 from benchmarks.runner.rounds import Progress, best, median, quotients, silent, take_turns
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.schedule.action import Kind, Schedule
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
+from gapless import Schedule, make_schedule, simulate
+from gapless.schedule.action import Kind
 
 PEERS = ("1f1b", "interleaved", "zb-v")  # what torch has of these
 _MEANT = {"1f1b": (0.95, 0.91), "zb-h1": (0.95, 0.91), "interleaved": (0.93, 0.9), "zb-v": (0.93, 0.9)}  # at 5 ms
@@ -100,9 +99,7 @@ def told(found: Found) -> Told:
         figures.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
         verdict.append(f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x")
     size = f" of {4 * found['size'] / 1e6:.2g} MB" if found["size"] >= 1000 else ""
-    title = (
-        f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}, "
-    )
-    title += f"{{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
+    title = f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}"
+    title += f", {{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
     columns = "schedule | by | stages | step=seconds:ms | bound:ms | efficiency:% | useful:% | =passes"
     return Told(figures, [tabulated(title.format_map(found), rows, columns, *verdict, left=2)])

@@ -40,19 +40,18 @@ from benchmarks.peer.peer import Lineup, Peer
 from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width, one_of
 from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
+from gapless import make_schedule, simulate
 from gapless.errors import ConfigError
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
 from gapless.units import show_count
 
 _PEERS = ("1f1b", "interleaved", "zb-v")
-_PRECISIONS = one_of("bf16", "autocast", "fp16")
+_PRECISIONS = one_of("precision", "bf16", "autocast", "fp16")
 _FIRST_NCCL = 23100  # that lets ranks share a GPU
 
 
 def run(
     *,
-    model: Annotated[str, "gpt (of gapless, in bfloat16) or llama", one_of("gpt", "llama")] = "gpt",
+    model: Annotated[str, "gpt (of gapless, in bfloat16) or llama", one_of("model", "gpt", "llama")] = "gpt",
     precision: Annotated[str, "of a llama: bf16, or autocast to bfloat16, or to fp16", _PRECISIONS] = "bf16",
     compile: Annotated[bool, "compile the layers of a llama"] = False,
     peers: Annotated[tuple[str, ...], "schedules of torch"] = _PEERS,

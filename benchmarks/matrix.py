@@ -22,13 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.peer.baseline_sides import TORCHGPIPE_NOTE, missing_torchgpipe
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.other_sides import ALL, TORCHGPIPE_NOTE, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
-from benchmarks.peer.torch_side import ALL
 from benchmarks.runner.parameters import Between, Rounds, Schedules, numbers
 from benchmarks.runner.rounds import KeptRounds, Progress, Taken, median, quotients, silent, take_turns, within
-from benchmarks.runner.told import Figure, Found, Told, of_rounds, tabulated
+from benchmarks.runner.told import Figure, Found, Told, cell, of_rounds, tabulated
 from gapless.schedule.simulate import simulate
 
 SIDES = ("gapless", "gapless, ranks", "torch", "torchgpipe")
@@ -93,13 +92,9 @@ def _cell(contest: Contest, schedules: Sequence[str], sides: list[SideName], rou
     quick = [f"{name} was quicker than its bound" for name in last if min(last[name]) < _LEAST * bounds[name]]
     if all(side.startswith("gapless") for side in best):
         quick = ["; ".join(["no peer ran", *(f"{name}: {why}" for name, why in refused.items())])]
-    return {
-        "best": best,
-        "rounds": {name: last[name] for name in best.values()},
-        "first": {name: median(values) for name, values in first.items()},
-        "refused": refused,
-        "wrong": quick[0] if quick else "",
-    }
+    rounds_of = {name: last[name] for name in best.values()}
+    first_of = {name: median(values) for name, values in first.items()}
+    return {"best": best, "rounds": rounds_of, "first": first_of, "refused": refused, "wrong": "".join(quick[:1])}
 
 
 def _by_side(seconds: Taken) -> dict[str, Taken]:
@@ -140,21 +135,18 @@ def told(found: Found) -> Told:
             meant = "at least 1.4" if row["cell"] == "K = 8, M = 16, 5 ms" else "above 1"
             figures.append(of_rounds(f"{row['cell']}, {side}: faster by", gain(row, side), "x", "more", meant))
     verdict += [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    verdict += [f"measured wrong, run again: {cell}: {why}" for cell, why in found["wrong"].items()]
+    verdict += [f"measured wrong, run again: {name}: {why}" for name, why in found["wrong"].items()]
     if len(rows) < found["cells"]:
         verdict.append(f"{len(rows)} of {found['cells']} cells are there: the same command goes on")
     note = "One process and ranks: our best schedule. won: no round of ours is as slow as the quickest of any peer."
     cells = []
     for row in rows:
-        best = {
-            side: f"{name.rpartition(' ')[2]} {1000 * median(row['rounds'][name]):.1f} ms"
-            for side, name in row["best"].items()
-        }
-        verdicts = {
-            f"{side} gain": f"{median(gain(row, side)):.2f}x, {'' if won(row, side) else 'not '}won"
-            for side in SIDES[:2]
-        }
-        cells.append({**dict.fromkeys(SIDES, "-"), **row, **best, **verdicts})
+        shown = {**dict.fromkeys(SIDES, "-"), **row}
+        for side, name in row["best"].items():
+            shown[side] = f"{name.rpartition(' ')[2]} {cell(median(row['rounds'][name]), 'ms')}"
+        for side in SIDES[:2]:
+            shown[f"{side} gain"] = f"{median(gain(row, side)):.2f}x, {'' if won(row, side) else 'not '}won"
+        cells.append(shown)
     columns = "cell | one process=gapless | ranks=gapless, ranks | torch's best=torch | torchgpipe"
     columns += " | one process=gapless gain | ranks=gapless, ranks gain"
     title = "Our best against every peer's best, emulated devices"

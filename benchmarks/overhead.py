@@ -54,6 +54,5 @@ def told(found: Found) -> Told:
     counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
     layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
     title = f"gpt of {layers}, width {{width}}, {{batch}} x {{length}} tokens, {parts}, {threads}, {bits}"
-    return told_duel(
-        title, found, of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")
-    )
+    figure = of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")
+    return told_duel(title, found, figure)

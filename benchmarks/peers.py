@@ -20,11 +20,10 @@ example: python -m benchmarks peers --devices 2 --sizes light
 from importlib.util import find_spec
 from typing import Annotated, Any
 
-from benchmarks.peer.baseline_sides import missing_torchgpipe
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.other_sides import ALL, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
-from benchmarks.peer.torch_side import ALL
-from benchmarks.runner.parameters import Devices, Microbatches, Rounds, Schedules, check_names
+from benchmarks.runner.parameters import Devices, Microbatches, Rounds, Schedules, one_of
 from benchmarks.runner.rounds import Progress, best, median, ratio, silent, take_turns, within
 from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.errors import ConfigError
@@ -41,7 +40,7 @@ def run(
     microbatches: Microbatches = 16,
     layers: Annotated[int, "linear layers of a device"] = 4,
     schedules: Schedules = ("1f1b", "zb-h1"),
-    sizes: Annotated[tuple[str, ...], "which sizes: light, heavy"] = tuple(_SIZES),
+    sizes: Annotated[tuple[str, ...], "which sizes: light, heavy", one_of("size", *_SIZES)] = tuple(_SIZES),
     rounds: Rounds = 7,
     progress: Progress = silent,
 ) -> Found:
@@ -50,7 +49,6 @@ def run(
         raise ConfigError(
             f"{show_count(layers, 'layer')} can't be cut into 2 stages for each device: choose an even number"
         )
-    check_names("size", sizes, list(_SIZES))
     reason = "it is not run here, since it must be started by its own launcher"
     skipped = {"deepspeed": reason if find_spec("deepspeed") else "DeepSpeed is not installed", **missing_torchgpipe()}
     sides: dict[SideName, tuple[str, ...]] = {"parts": ("parts", "whole"), "gapless": tuple(schedules), "torch": ALL}

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.planner.subjects import small_gpt
 from benchmarks.runner.parameters import Devices, Microbatches, Rounds
-from benchmarks.runner.rounds import Progress, median, quotients, silent
+from benchmarks.runner.rounds import Progress, median, quotients, silent, timed
 from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.checkpoint import Checkpoints
 from gapless.pipeline.pipeline import Pipeline
@@ -48,34 +48,30 @@ def run(
     ):
         optimizer = torch.optim.AdamW(pipe.parameters())
 
-        def steps(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                pipe.step(*batch)
-                optimizer.step()
-                optimizer.zero_grad()
-            return time.perf_counter() - start
+        def train() -> None:
+            pipe.step(*batch)
+            optimizer.step()
+            optimizer.zero_grad()
 
         def saving() -> tuple[float, int]:
             start, count = time.perf_counter(), 0
             checkpoints.save(optimizer)
             call.append(time.perf_counter() - start)
             while checkpoints.under_way or not count:
-                steps(1)
+                train()
                 count += 1
             return time.perf_counter() - start, count
 
         progress("warm-up")
-        steps(2)
+        timed(train, 2)()
         count = saving()[1]
         call.clear()
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
-            before = steps(count) / count if number % 2 else None
+            before = timed(train, count)() if number % 2 else None
             seconds, count = saving()
-            plain = steps(count) / count if before is None else before
-            step.append(plain)
-            added.append(seconds - count * plain)
+            step.append(timed(train, count)() if before is None else before)
+            added.append(seconds - count * step[-1])
         checkpoints.wait()
         size = checkpoints.saved[-1].size
     stalls = quotients(added, step)
@@ -87,10 +83,8 @@ def run(
 def told(found: Found) -> Told:
     """The times, and the stall as a share of a step."""
     weights, size = (cell(found[key], "MiB.0") for key in ("weights", "size"))
-    title = (
-        f"a GPT of {weights} on {found['devices']} devices, {found['microbatches']} microbatches, checkpoints of {size}"
-    )
-    title += f"; medians of {len(found['stalls'])} rounds"
+    title = f"a GPT of {weights} on {found['devices']} devices, {found['microbatches']} microbatches, checkpoints of "
+    title += f"{size}; medians of {len(found['stalls'])} rounds"
     names = {"step": "step", "call": "call of save", "added": "added until the save has ended"}
     rows = [{"": name, "time": found[key]} for key, name in names.items()]
     stall, target, *spread = (cell(each, "+%") for each in (found["stall"], STALL, *sorted(found["stalls"])))

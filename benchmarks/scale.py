@@ -18,10 +18,8 @@ from typing import Annotated, Any
 from benchmarks.runner.parameters import Schedule
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
-from gapless.errors import ConfigError, GaplessError
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
-from gapless.schedule.verify import verify
+from gapless import GaplessError, make_schedule, simulate, verify
+from gapless.errors import ConfigError
 
 MOST_MICROBATCHES = 1024
 
@@ -49,7 +47,7 @@ def run(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 rows.append(process.submit(measure, schedule, devices, microbatches).result())
         except (GaplessError, BrokenProcessPool) as error:
-            why = str(error) if isinstance(error, GaplessError) else "its process has ended; out of memory?"
+            why = "its process has ended; out of memory?" if isinstance(error, BrokenProcessPool) else str(error)
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
     return {"rows": rows}
 

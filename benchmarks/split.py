@@ -50,7 +50,8 @@ def run(
 
 
 def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    ways = {"plain": _plain(block), "gapless": _gapless(block), "torch": _torch(block)}
+    plain: Way = (block, lambda inputs, outputs, grad: torch.autograd.backward(outputs, grad))
+    ways = {"plain": plain, "gapless": _gapless(block), "torch": _torch(block)}
     parts: dict[str, list[Parts]] = {way: [] for way in ways}
     contestants = {way: _repeated(ways[way], x, times, parts[way]) for way in ways}
     seconds = take_turns(contestants, rounds, within(progress, name))
@@ -80,10 +81,6 @@ def _repeated(way: Way, x: Tensor, times: int, parts: list[Parts]) -> Callable[[
         return sum(sums) / times
 
     return run
-
-
-def _plain(block: nn.Module) -> Way:
-    return block, lambda inputs, outputs, grad: torch.autograd.backward(outputs, grad)
 
 
 def _gapless(block: nn.Module) -> Way:

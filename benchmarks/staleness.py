@@ -26,13 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.runner.parameters import Between, Devices, check_width
+from benchmarks.runner.parameters import Between, Devices, check_width, one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Found, Table, Told, of_rounds, tabulated
-from gapless.errors import ConfigError, GaplessError
-from gapless.pipeline.pipeline import Pipeline
+from gapless import AsyncReplicas, GaplessError, Pipeline
+from gapless.errors import ConfigError
 from gapless.run.streams.nesterov import DelayedNesterov
-from gapless.run.streams.replicas.async_replicas import AsyncReplicas
 from gapless.stage.intra_op import intra_op_threads
 from gapless.train.data.sources import standard_library
 from gapless.units import show_count
@@ -47,19 +46,13 @@ Losses = Iterator[float]  # of minibatches, in their order
 Way = Callable[[nn.Sequential, Sequence[Batch]], Losses]
 
 
-def check_optimizer(name: str) -> None:
-    """Raises if there is no such one."""
-    if name not in RATES:
-        raise ConfigError(f"optimizer is {name!r}, but it must be one of {', '.join(RATES)}")
-
-
 def run(
     *,
     devices: Devices = 8,
     steps: Annotated[int, "minibatches of a run"] = 250,
     batch: Annotated[int, "sequences in a minibatch, at least as many as devices"] = 16,
     seeds: Annotated[int, "runs of each way"] = 3,
-    optimizer: Annotated[str, "adam or sgd (with momentum 0.9)", check_optimizer] = "adam",
+    optimizer: Annotated[str, "adam or sgd (with momentum 0.9)", one_of("optimizer", *RATES)] = "adam",
     lr: Annotated[float, "learning rate of all ways (0: 0.003 for adam, 0.1 for sgd)", Between(0, 10)] = 0,
     width: Annotated[int, "width of the GPT, a multiple of 4"] = 32,
     html: Annotated[Path | None, "write a page with the curves"] = None,
@@ -100,59 +93,56 @@ def run(
 
 def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[float]) -> dict[str, tuple[str, Way]]:
     """By name: the delay of their gradients in words, and how to train. `staleness` gets what replicas have had."""
-
     make: Any = partial(SGD, lr=lr, momentum=0.9) if optimizer == "sgd" else partial(AdamW, lr=lr, weight_decay=0.01)
-
-    def streamed(schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> Way:
-        options = {"optimizer": make, **options}
-
-        def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-            sizes: Any = {"devices": devices, "schedule": schedule, "microbatches": microbatches}
-            with Pipeline(model, loss=next_token_loss, **sizes) as pipe, pipe.stream(**options) as stream:
-                yield from (result.loss.item() for result in stream.run(batches))
-
-        return train
-
-    def replicated(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-        found, failure = {}, None
-        with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
-            try:
-                for result in replicas.run(batches):
-                    found[result.minibatch] = result.loss.item()
-            except GaplessError as error:
-                failure = error
-            staleness.append(replicas.order.mean_staleness)
-        yield from (found[minibatch] for minibatch in sorted(found))
-        if failure is not None:
-            raise failure
-
-    stage = f"0 to {devices - 1}"
+    streamed, stage = partial(_streamed, devices=devices, optimizer=make), f"0 to {devices - 1}"
     ways: dict[str, tuple[str, Way]] = {
-        "sync": ("0", _plain(make)),
-        "pipedream": (stage, streamed()),
-        "pipedream, vertical": (f"{devices - 1}", streamed(vertical=True)),
-        "2bw": ("1", streamed("2bw", devices)),
-        "spectrain": (stage, streamed(correction="spectrain")),
-        "lr by delay": (stage, streamed(lr_by_delay=max(1, steps // 4))),
-        "asp": ("by the clock", replicated),
+        "sync": ("0", partial(_plain, make)),
+        "pipedream": (stage, streamed),
+        "pipedream, vertical": (f"{devices - 1}", partial(streamed, vertical=True)),
+        "2bw": ("1", partial(streamed, schedule="2bw", microbatches=devices)),
+        "spectrain": (stage, partial(streamed, correction="spectrain")),
+        "lr by delay": (stage, partial(streamed, lr_by_delay=max(1, steps // 4))),
+        "asp": ("by the clock", partial(_replicated, devices, make, staleness)),
     }
     if optimizer == "adam":
-        ways["nesterov"] = (stage, streamed(optimizer=None, correction="nesterov", lr=lr))
-        ways["sync, nesterov's optimizer"] = ("0", _plain(partial(DelayedNesterov, lr=lr)))
+        ways["nesterov"] = (stage, partial(streamed, optimizer=None, correction="nesterov", lr=lr))
+        ways["sync, nesterov's optimizer"] = ("0", partial(_plain, partial(DelayedNesterov, lr=lr)))
     return ways
 
 
-def _plain(make: Callable[[Any], Optimizer]) -> Way:
-    def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-        optimizer = make(model.parameters())
-        for inputs, target in batches:
-            loss = next_token_loss(model(inputs), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
+def _plain(make: Callable[[Any], Optimizer], model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+    optimizer = make(model.parameters())
+    for inputs, target in batches:
+        loss = next_token_loss(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
 
-    return train
+
+def _streamed(
+    model: nn.Sequential, batches: Sequence[Batch], *, devices: int, schedule: str = "pipedream", microbatches: int = 1,
+    **options: Any,
+) -> Losses:  # fmt: skip
+    sizes: Any = {"devices": devices, "schedule": schedule, "microbatches": microbatches}
+    with Pipeline(model, loss=next_token_loss, **sizes) as pipe, pipe.stream(**options) as stream:
+        yield from (result.loss.item() for result in stream.run(batches))
+
+
+def _replicated(
+    devices: int, make: Any, staleness: list[float], model: nn.Sequential, batches: Sequence[Batch]
+) -> Losses:
+    found, failure = {}, None
+    with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
+        try:
+            for result in replicas.run(batches):
+                found[result.minibatch] = result.loss.item()
+        except GaplessError as error:
+            failure = error
+        staleness.append(replicas.order.mean_staleness)
+    yield from (found[minibatch] for minibatch in sorted(found))
+    if failure is not None:
+        raise failure
 
 
 def _finite(losses: Losses) -> Losses:
@@ -199,10 +189,8 @@ def _table(found: Mapping[str, Any]) -> Table:
     """For each way its name, delay, losses and what it is behind of sync."""
     plain, rows = None, []
     for row in found["rows"]:
-        held_out, training = (
-            [loss for loss in losses if loss is not None]
-            for losses in (row["held_out"], [run[-1] for run in row["runs"]])
-        )
+        held_out = [loss for loss in row["held_out"] if loss is not None]
+        training = [run[-1] for run in row["runs"] if run[-1] is not None]
         cells = {"way": row["way"], "delay": row["delay"], "training": "diverged", "held out": "diverged"}
         if held_out:
             mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
@@ -212,10 +200,8 @@ def _table(found: Mapping[str, Any]) -> Table:
             plain = mean if row["way"] == "sync" else plain
             cells["to sync"] = f"{mean - plain:+.3f}" if plain is not None else ""
         rows.append(cells)
-    title = (
-        f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} minibatches "
-    )
-    title += f"of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
+    title = f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} "
+    title += f"minibatches of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
     page = [f"The curves are in {found['html']}."] if found.get("html") else []
     columns = "way | delay | training | held out | of all seeds | to sync"
     return tabulated(title.format_map(found), rows, columns, *_NOTES, *page, left=2)

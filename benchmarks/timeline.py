@@ -13,8 +13,7 @@ from benchmarks.peer.gapless_sides import batch, pipeline, step
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
 from benchmarks.runner.rounds import Progress, fight, quotients, silent
 from benchmarks.runner.told import Figure, Found, Told, of_rounds, told_duel
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, costs_of
+from gapless import Timeline, costs_of, simulate
 from gapless.view import page
 from gapless.view.figures import Units
 
@@ -55,10 +54,8 @@ def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
 def told(found: Found) -> Told:
     """Both times, what the recording costs, and how far the simulation is off."""
     costs = [cost - 1 for cost in quotients(found["rounds"]["recorded"], found["rounds"]["gapless"])]
-    title = (
-        "{schedule}, {devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W"
-    )
-    title += ", up to {actions_per_device} actions each" + ("\nboth timelines: {html}" if found["html"] else "")
+    title = "{schedule}, {devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I "
+    title += "and W, up to {actions_per_device} actions each" + ("\nboth timelines: {html}" if found["html"] else "")
     below, near = (f"{100 * found[key]:.1f}%" for key in ("cost_target", "difference_target"))
     cost = of_rounds("cost of recording", costs, "difference", "less", f"below {below}")
     off = Figure("predicted to measured makespan", found["difference"], "difference", meant=f"within {near}")

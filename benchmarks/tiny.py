@@ -47,10 +47,6 @@ def _needed(peer: Peer, steps: int) -> float:
 def told(found: Found) -> Told:
     """Both times, and by how much ours is the shorter one."""
     gains = quotients(found["rounds"]["torch"], found["rounds"]["gapless"])
-    title = (
-        "1f1b, {devices} devices, {microbatches} microbatches of {samples}, {layers} linear layers of width {width} "
-    )
-    title += "per stage"
-    return told_duel(
-        title, found, of_rounds("faster than torch's 1F1B by", gains, "x", "more", f"at least {found['target']}")
-    )
+    title = "1f1b, {devices} devices, {microbatches} microbatches of {samples}, {layers} linear layers of width "
+    figure = of_rounds("faster than torch's 1F1B by", gains, "x", "more", f"at least {found['target']}")
+    return told_duel(f"{title}{{width}} per stage", found, figure)

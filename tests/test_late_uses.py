@@ -111,6 +111,28 @@ def test_a_hidden_use_under_autocast_shares_the_cast_in_the_step_in_which_it_is_
     assert_exact(make, schedule=schedule, context=CAST)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("when", [lambda step: step > 0, lambda step: step % 3 == 2])
+def test_a_weight_that_is_cast_between_two_uses_as_it_is(schedule: str, when: Callable[[int], bool]) -> None:
+    """Autocast's cast was that of the first microbatch, so its gradient came after both others; the weight had waited
+    in the steps before.
+    """
+
+    def make(clock: Clock) -> Made:
+        last = linear()
+
+        def uses(part: nn.Module, x: Tensor) -> Any:
+            return part(x) + x * last.weight.mean() if clock.step > 0 else part(x)
+
+        def loss(out: Tensor, target: Tensor) -> Tensor:
+            penalty = 0.01 * last.weight.square().sum() if when(clock.step) else 0.0
+            return F.mse_loss(out.float(), target) + penalty
+
+        return [linear(), Do(uses, linear()), linear(), last], loss
+
+    assert_same_as_loop(make, schedule=schedule, partition=[1, 3], around=CAST)
+
+
 def test_a_shared_weight_in_two_reentrant_checkpoints_is_refused() -> None:
     """The second gradient took the place of the first."""
     shared = linear()

@@ -3,7 +3,7 @@ benchmarks. In order:
 
 giants      the models of GPipe's tables, of any size and without data: what they hold and how many operations they take
 largest     GPipe's table of the largest model per device
-offload     the same with the host's memory; offload_trial: the ranks that try whether a model fits
+offload     the same with the host's memory, and ranks that try whether a model fits
 throughput  GPipe's tables of normalised throughput
 breakdown   where the time of a step goes, as measured
 bubbles     zero bubble's bubble rates for published times

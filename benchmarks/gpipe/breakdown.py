@@ -28,12 +28,10 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, pipeline
 from benchmarks.planner.subjects import small_gpt
 from benchmarks.runner.parameters import Milliseconds, Rounds
-from benchmarks.runner.rounds import Progress, median, silent
+from benchmarks.runner.rounds import Progress, median, quotients, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.pipeline.pipeline import Pipeline
+from gapless import Pipeline, Timeline, costs_of, simulate
 from gapless.schedule.action import Kind
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, costs_of
 from gapless.stage.intra_op import intra_op_threads
 
 PARTS = ("compute", "recompute", "imbalance", "bubble", "transfer", "set-up", "update")
@@ -114,9 +112,7 @@ def told(found: Found) -> Told:
     """The step of each setting, and the median of each part as a share of it."""
     rows, figures = [], []
     for row in found["rows"]:
-        parts = {
-            part: [each[part] / step for each, step in zip(row["parts"], row["steps"], strict=True)] for part in PARTS
-        }
+        parts = {part: quotients([each[part] for each in row["parts"]], row["steps"]) for part in PARTS}
         rows.append({**row, "step": median(row["steps"]), **{part: median(shares) for part, shares in parts.items()}})
         name = f"{row['model']}, {row['schedule']}"
         figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", parts["bubble"], "share")]

@@ -13,9 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
-from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
+from gapless import Costs, make_schedule, simulate
 
 _PUBLISHED = ("1f1b", "zb-h1", "zb-h2", "auto, 1x", "auto, 2x")
 _NAMES = (*_PUBLISHED, "zb-v")
@@ -78,9 +76,8 @@ def _rate(line: PublishedRates, name: str) -> float:
     recipe, _, times = name.partition(", ")
     if times:
         sizes |= {"memory_limit": times, "objective": "span"}
-    return max(
-        0.0, float(simulate(make_schedule(recipe, **sizes), line.costs).span_bubble)
-    )  # the last digits of sums differ
+    bubble = float(simulate(make_schedule(recipe, **sizes), line.costs).span_bubble)
+    return max(0.0, bubble)  # the last digits of sums differ
 
 
 def told(found: Found) -> Told:

@@ -26,21 +26,41 @@ from gapless.zoo.amoebanet import amoebanet
 from gapless.zoo.gpt import gpt, next_token_loss
 
 OPERATIONS_PER_SECOND = 1e13  # any number will do: only the shares of the layers count
+VOCABULARY = 32_000
+
+
+def transformer(depth: int, width: int, tokens: int) -> nn.Sequential:
+    """For sequences of so many tokens, with heads of size 64; data is where the caller's default device has it."""
+    return gpt(vocab=VOCABULARY, width=width, depth=depth, heads=max(1, width // 64), context=tokens)
 
 
 def transformer_profile(layers: int, samples: int, width: int = 2048, tokens: int = 1024) -> Profile:
-    """Without data: sequences of so many tokens, with heads of size 64 and 32,000 words."""
-    small = _transformer(samples, width, tokens)
-    embed, block, *rest = small.layers
-    return replace(small, name=f"Transformer-{layers}", layers=(embed, *[block] * layers, *rest))
+    """Without data."""
+    return replace(deeper(_transformer(samples, width, tokens), layers), name=f"Transformer-{layers}")
 
 
 @cache
 def _transformer(samples: int, width: int, tokens: int) -> Profile:
     with torch.device("meta"):
-        model = gpt(vocab=32_000, width=width, depth=1, heads=width // 64, context=tokens)
-        ids = torch.zeros(samples, tokens, dtype=torch.long)
+        model, ids = transformer(1, width, tokens), torch.zeros(samples, tokens, dtype=torch.long)
     return counted("", list(model), ids, ids, next_token_loss)
+
+
+def deeper(profile: Profile, layers: int) -> Profile:
+    """The profile of a Transformer of one layer, with so many."""
+    embed, block, *rest = profile.layers
+    return replace(profile, layers=(embed, *[block] * layers, *rest))
+
+
+def greatest(fits: Callable[[int], bool], first: int = 1) -> int:
+    """The greatest number that fits, or 0; `first` is tried first, and then ever larger ones up to 4,096."""
+    low, high = 0, first
+    while high <= 4096 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def amoebanet_profile(cells: int, filters: int, samples: int, side: int = 224) -> Profile:

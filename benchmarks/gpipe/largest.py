@@ -21,25 +21,20 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from benchmarks.gpipe.giants import amoebanet_profile, transformer_profile
+from benchmarks.gpipe.giants import amoebanet_profile, greatest, transformer_profile
 from benchmarks.planner.prediction import peaks_of
-from benchmarks.planner.subjects import Subject, small_amoebanet, small_gpt
-from benchmarks.runner.parameters import check_names
+from benchmarks.planner.subjects import Subject, planned, small_amoebanet, small_gpt
+from benchmarks.runner.parameters import one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.plan import Plan, Remat
-from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
-from gapless.plan.search.choices import Choice
-from gapless.plan.search.drafts import Drafts
-from gapless.plan.search.finish import finished
 from gapless.run.held_memory import in_use
 
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
-_MOST = 4096  # layers
 
 # Huang et al., 2019, "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", table 1. Of each model: bytes of a
 # device, samples in a minibatch, and by way the size of the largest one, (L, D) or L, with its number of parameters.
@@ -55,7 +50,7 @@ _MODELS = {"AmoebaNet-D": (8 * 2**30, 128, _AMOEBANET), "Transformer": (16 * 2**
 
 def run(
     *,
-    models: Annotated[tuple[str, ...], "which models"] = ("AmoebaNet-D", "Transformer"),
+    models: Annotated[tuple[str, ...], "which models", one_of("model", *_MODELS)] = ("AmoebaNet-D", "Transformer"),
     measured: Annotated[bool, "leave out what is measured, and only predict"] = True,
     predicted: Annotated[bool, "leave out the sizes of the paper, and only measure"] = True,
     width: Annotated[int, "of the measured Transformer, and 4 times the filters of the AmoebaNet: 16, 32, ..."] = 64,
@@ -65,7 +60,6 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """Rows by model and way."""
-    check_names("model", models, list(_MODELS))
     if measured and (layers % 3 or width % 16):
         raise ConfigError(
             f"models of {layers} layers and width {width} can't be measured: give a multiple of 3 layers, and a width "
@@ -125,13 +119,8 @@ def _largest(filters: Sequence[int], way: str, devices: int, minibatch: int, mem
         profile = _giant(depth(number), *filters)  # a deeper one has a layer for each device
         return len(profile.layers) < devices or _fullest(profile, way, devices, minibatch) <= memory
 
-    low, high = 0, 1
-    while depth(high) <= _MOST and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return depth(low) if low else 0
+    found = greatest(fits)
+    return depth(found) if found else 0
 
 
 def _fullest(profile: Profile, way: str, devices: int, minibatch: int) -> int:
@@ -144,11 +133,9 @@ def _plan(profile: Profile, way: str, devices: int, minibatch: int) -> Plan:
     """
     parts = 1 if way in ("plain", "remat") else min(32, minibatch)
     part = profile.scaled(minibatch // parts)
-    drafts = Drafts(part, [Device()] * devices)
-    choice = Choice("gpipe", 1, Mesh(1, devices), parts, minibatch // parts)
-    mode: Remat = "none" if way == "plain" else "layer" if way == "remat" else "stage"
     kept = [layer.parameters + layer.gradients + layer.optimizer_state + layer.activation for layer in part.layers]
-    return finished(drafts, drafts.make(choice, balanced(kept, devices), (mode,) * devices))
+    mode: Remat = "none" if way == "plain" else "layer" if way == "remat" else "stage"
+    return planned(part, devices, "gpipe", parts, mode, balanced(kept, devices))
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------
@@ -197,29 +184,24 @@ def told(found: Found) -> Told:
     far predicted bytes are off.
     """
     plain = {row["model"]: row["parameters"] for row in found["published"] if row["way"] == "plain"}
-    figures, tables = [], []
-    for row in found["published"]:
-        if row["way"] != "plain":
-            larger = row["parameters"] / plain[row["model"]]
-            figures.append(Figure(f"{row['model']}, {row['way']}: larger than plain by", larger, "x"))
-    for row in found["rows"]:
-        name, off = f"{row['model']}, {row['way']}: predicted to measured bytes", row["predicted"] / row["held"] - 1
-        figures.append(Figure(name, off, "difference"))
-    if found["published"]:
-        note = (
-            "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
-        )
-        note += "device holds of the published model in this way. Nothing is offloaded to the host."
-        columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
-        columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
-        rows = list(map(_published_row, found["published"]))
-        tables.append(tabulated("The largest model, by prediction", rows, columns, note=note, left=2, in_docs=True))
-    if found["rows"]:
-        note = f"The fullest device, a minibatch of {_MINIBATCH}: bytes that come and go in a step, weights aside."
-        rows = [{**row, "off": row["predicted"] / row["held"] - 1} for row in found["rows"]]
-        columns = "model | way | measured=held:MiB | predicted:MiB | =off:+%"
-        tables.append(tabulated("What a step holds, measured", rows, columns, note=note, left=2, in_docs=True))
-    return Told(figures, tables)
+    measured = [{**row, "off": row["predicted"] / row["held"] - 1} for row in found["rows"]]
+    figures = [
+        Figure(f"{row['model']}, {row['way']}: larger than plain by", row["parameters"] / plain[row["model"]], "x")
+        for row in found["published"]
+        if row["way"] != "plain"
+    ]
+    off = ": predicted to measured bytes"
+    figures += [Figure(f"{row['model']}, {row['way']}{off}", row["off"], "difference") for row in measured]
+    note = "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
+    note += "device holds of the published model in this way. Nothing is offloaded to the host."
+    columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
+    columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
+    rows = list(map(_published_row, found["published"]))
+    tables = [tabulated("The largest model, by prediction", rows, columns, note=note, left=2, in_docs=True)]
+    note = f"The fullest device, a minibatch of {_MINIBATCH}: bytes that come and go in a step, weights aside."
+    columns = "model | way | measured=held:MiB | predicted:MiB | =off:+%"
+    tables.append(tabulated("What a step holds, measured", measured, columns, note=note, left=2, in_docs=True))
+    return Told(figures, [table for table in tables if table.rows])
 
 
 def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,19 +15,23 @@ there first.
 example: python -m benchmarks offload --gpu --devices 4 --width 1024 --samples 4 --memory 4
 """
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, transformer_profile
-from benchmarks.gpipe.offload_trial import TOO_LARGE, GptOfAnyDepth, MemoryTrial
+from benchmarks.gpipe import giants
+from benchmarks.peer.contest import Contest
+from benchmarks.peer.peer import Peer
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
+from gapless import Pipeline, offload_optimizer
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
@@ -35,6 +39,7 @@ from gapless.plan.profile.profile import Host, Profile, Seconds
 from gapless.plan.search.search import search
 from gapless.plan.search.search_options import SearchOptions
 from gapless.units import show_count
+from gapless.zoo.gpt import next_token_loss
 
 _WAYS: Mapping[str, SearchOptions] = {
     "plain": SearchOptions(remat=()),
@@ -43,10 +48,9 @@ _WAYS: Mapping[str, SearchOptions] = {
     "both": SearchOptions(remat=("stage",), offload="activations"),
     "optimizer": SearchOptions(remat=("stage",), offload="both"),
 }
-_MOST = 4096  # layers
 _MORE = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the memory that a model which does not fit is planned for
 _STEP = 12  # a trial adds or leaves out one layer of so many
-_TIMES = ("forward", "input_grad", "weight_grad", "recompute")
+TOO_LARGE = "out of memory"
 
 
 def run(
@@ -68,24 +72,22 @@ def run(
     if gpu and not torch.cuda.is_available():
         raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
     check_width(width, heads=width // 64 or 64)
-    model, limit, started = GptOfAnyDepth(width, tokens, samples, microbatches), int(memory * 2**30), time.monotonic()
-    small = _measured(model, devices, progress) if gpu else _counted(model, speed * 1e12, bandwidth * 1e9)
+    contest = Contest(devices, microbatches, "gpt", size=width, samples=samples, tokens=tokens)
+    limit, started = int(memory * 2**30), time.monotonic()
+    small = _measured(contest, progress) if gpu else _counted(contest, speed * 1e12, bandwidth * 1e9)
+    common: Any = {"schedules": ("1f1b", "interleaved"), "microbatches": microbatches, "time_limit": 10.0}
+    common["mesh"] = Mesh(1, devices)
+    ways = {way: _Depths(small, replace(each, **common), [Device(limit)] * devices) for way, each in _WAYS.items()}
     rows: list[Found] = []
-    ways: list[_Depths] = []
-    for way, wanted in _WAYS.items():
+    for way, sizes in ways.items():
         progress(f"{way}: planning")
-        wanted = replace(
-            wanted, schedules=("1f1b", "interleaved"), microbatches=microbatches, mesh=Mesh(1, devices), time_limit=10.0
-        )
-        sizes = _Depths(small, wanted, [Device(limit)] * devices)
-        ways.append(sizes)
         rows.append({"way": way, **sizes.largest()})
         if gpu:
             until = started + 60 * minutes * len(rows) / len(_WAYS)
-            rows[-1] |= _tried(sizes, model, rows[-1], limit, until, progress)
+            rows[-1] |= _tried(sizes, contest, rows[-1], limit, until, progress)
     same = (rows[0]["layers"] + rows[1]["layers"] + 1) // 2  # between what fits plain and with remat
-    for row, sizes in zip(rows, ways, strict=True):
-        plan = sizes.plan(same) if same else None
+    for row in rows:
+        plan = ways[row["way"]].plan(same) if same else None
         row["same"] = None if plan is None else plan.step_seconds
     progress("")
     if picture is not None:
@@ -93,18 +95,16 @@ def run(
     return {"rows": rows, "same": same, "device": torch.cuda.get_device_name() if gpu else ""}
 
 
-def _counted(model: GptOfAnyDepth, speed: float, bandwidth: float) -> Profile:
+def _counted(contest: Contest, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
-    profile = transformer_profile(1, model.samples, model.width, model.tokens)
-    ratio = OPERATIONS_PER_SECOND / speed
-    scaled: list[dict[str, Any]] = [
-        {name: Seconds(ratio * getattr(e, name).median) for name in _TIMES} for e in profile.layers
-    ]
-    layers = [replace(each, **times) for each, times in zip(profile.layers, scaled, strict=True)]
+    profile, layers = giants.transformer_profile(1, contest.samples, contest.size, contest.tokens), []
+    for layer in profile.layers:
+        taken = Seconds(giants.OPERATIONS_PER_SECOND / speed * layer.forward.median)
+        layers.append(replace(layer, forward=taken, input_grad=taken, weight_grad=taken, recompute=taken))
     return replace(profile, layers=tuple(layers), host=Host(bandwidth))
 
 
-def _measured(model: GptOfAnyDepth, ranks: int, progress: Progress) -> Profile:
+def _measured(contest: Contest, progress: Progress) -> Profile:
     """The same on a GPU, with what messages between ranks keep there. All ranks share the link to the host."""
     from gapless.plan.profile.measure import measure
     from gapless.run.ranks.wire.gpu_memory.slots import most_bytes
@@ -112,12 +112,12 @@ def _measured(model: GptOfAnyDepth, ranks: int, progress: Progress) -> Profile:
 
     progress("measuring layers")
     place = torch.device("cuda", 0)
-    ids = model.ids(1).to(place)
-    found = measure(list(model.layers(1)), ids, ids, loss=model.loss, device=place, seconds=2.0)
+    ids, layers = _ids(contest, 1).to(place), list(giants.transformer(1, contest.size, contest.tokens))
+    found = measure(layers, ids, ids, loss=next_token_loss, device=place, seconds=2.0)
     latency, bandwidth = link_speed(place)
     torch.cuda.empty_cache()
     kept = most_bytes(max(layer.boundary for layer in found.layers[:-1]))
-    return replace(found, reserved=found.reserved + kept, host=Host(bandwidth / ranks, latency))
+    return replace(found, reserved=found.reserved + kept, host=Host(bandwidth / contest.devices, latency))
 
 
 class _Depths:
@@ -128,53 +128,78 @@ class _Depths:
 
     def plan(self, depth: int, more: float = 1.0) -> Plan | None:
         """For so many times the memory; None if it does not fit."""
-        embed, block, *rest = self._small.layers
-        profile = replace(self._small, layers=(embed, *[block] * depth, *rest))
-        machine = [Device(int(more * (device.memory or 0))) for device in self._machine]
-        wanted = self._wanted
+        machine = [replace(device, memory=int(more * (device.memory or 0))) for device in self._machine]
+        minibatch = (self._wanted.microbatches or 1) * self._small.samples
         try:
-            return search(profile, machine, wanted, (wanted.microbatches or 1) * profile.samples).best
+            return search(giants.deeper(self._small, depth), machine, self._wanted, minibatch).best
         except PlanError:
             return None
 
     def largest(self) -> dict[str, Any]:
         """The greatest depth that fits, its parameters, step and bytes on the host of a device."""
-        low, high = 0, len(self._machine)
-        while high <= _MOST and self.plan(high) is not None:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.plan(middle) is not None else (low, middle)
-        if (plan := self.plan(low)) is None:
+        depth = giants.greatest(lambda depth: self.plan(depth) is not None, len(self._machine))
+        if (plan := self.plan(depth)) is None:
             return {"layers": 0, "parameters": 0}
-        embed, block, *rest = (layer.parameters // 4 for layer in self._small.layers)
         away = max(map(float, plan.timeline.host_peak)) if plan.schedule.has_copies else 0.0
-        found = {"layers": low, "parameters": embed + low * block + sum(rest)}
+        parameters = sum(layer.parameters // 4 for layer in giants.deeper(self._small, depth).layers)
+        found = {"layers": depth, "parameters": parameters}
         return found | {"seconds": plan.step_seconds, "throughput": plan.throughput, "host": away}
 
 
-def _tried(sizes: _Depths, model: GptOfAnyDepth, row: Found, memory: int, until: float, progress: Progress) -> Found:
+def _tried(sizes: _Depths, contest: Contest, row: Found, memory: int, until: float, progress: Progress) -> Found:
     """From what is predicted on, one step at a time: the largest that was trained, and the smallest that was not."""
     each = max(1, row["layers"] // _STEP)
-    fits: int | None = None
-    too_large: int | None = None
-    reason, depth = "", max(1, row["layers"])
-    while time.monotonic() < until and depth > 0:
+    found: Found = {"fits": None, "too_large": None, "reason": ""}
+    depth = max(1, row["layers"])
+    while time.monotonic() < until and depth > 0 and None in (found["fits"], found["too_large"]):
         plan = next(filter(None, (sizes.plan(depth, more) for more in _MORE)), None)
         if plan is None:
             break
         progress(f"{row['way']}: training {show_count(depth, 'layer')}")
-        with MemoryTrial(model, depth, plan, memory) as trial:
-            reason = trial.reason()
-        if reason not in ("", TOO_LARGE):
+        found["reason"] = trained(contest, depth, plan, memory)
+        if found["reason"] not in ("", TOO_LARGE):
             break
-        if reason:
-            too_large, depth = depth, depth - each
-        else:
-            fits, depth = depth, depth + each
-        if fits is not None and too_large is not None:
-            break
-    return {"fits": fits, "too_large": too_large, "reason": reason}
+        found["too_large" if found["reason"] else "fits"] = depth
+        depth += -each if found["reason"] else each
+    return found
+
+
+def trained(contest: Contest, depth: int, plan: Plan, memory: int) -> str:
+    """Why ranks with so much memory can't train it; empty where they can."""
+    asked = json.dumps((depth, plan.to_json(), memory))
+    with Peer(contest, [asked], "trial") as ranks:
+        reason = ranks.refused.get(asked, "")
+    return TOO_LARGE if TOO_LARGE in reason else reason[:300]
+
+
+def _ids(contest: Contest, microbatches: int) -> torch.Tensor:
+    """So many microbatches of tokens, the same always."""
+    shape = (microbatches * contest.samples, contest.tokens)
+    return torch.randint(giants.VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+
+
+def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callable[[], object]]:
+    """Trains a GPT; the name has its depth, its plan, and the bytes that a rank may take, as JSON."""
+    depth, plan, memory = json.loads(name)
+    planned = Plan.from_json(plan)
+    if contest.on_gpu:  # without one everything fits
+        total = torch.cuda.get_device_properties(contest.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
+    mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
+    with torch.device("meta"):
+        layers = giants.transformer(depth, contest.size, contest.tokens)
+    ids = _ids(contest, contest.microbatches)
+    more: Any = {"transport": "memory" if contest.on_gpu else "auto", "timeout": 90.0, "init": "reset_parameters"}
+    pipe = Pipeline(layers, mesh=mesh, schedule=planned, loss=next_token_loss, **more)
+    optimizer = torch.optim.AdamW([each for each in pipe.parameters() if each.numel()])
+    if planned.offload_optimizer:
+        offload_optimizer(optimizer)
+    for _ in range(2):
+        pipe.step(ids, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    contest.settle()
+    return None, lambda: None
 
 
 # -- told --------------------------------------------------------------------------------------------------------------
@@ -185,33 +210,23 @@ def told(found: Found) -> Told:
     plain = next((row["parameters"] for row in found["rows"] if row["way"] == "plain"), 0)
     rows = []
     for row in found["rows"]:
-        cells = {
-            **row,
-            "count": f"{row['parameters'] / 1e9:.2f}B",
-            "larger": row["parameters"] / plain if plain else None,
-        }
-        if "fits" in row:
-            cells["trained"] = "-" if row["fits"] is None else str(row["fits"])
-            cells["failed"] = "-" if row["too_large"] is None else str(row["too_large"])
-        rows.append(cells)
-    figures = [
-        Figure(f"{row['way']}: larger than plain by", row["larger"], "x")
-        for row in rows
-        if row["way"] != "plain" and row["larger"]
-    ]
-    columns = "way | layers | parameters=count | against plain=larger:x | on the host=host:GiB | step=seconds:s"
+        cells = {"larger": row["parameters"] / plain if plain else None}
+        tried = {"trained": row.get("fits") or "-", "failed": row.get("too_large") or "-"}
+        rows.append({**row, **cells, **tried})
+    larger = {row["way"]: row["larger"] for row in rows if row["way"] != "plain" and row["larger"]}
+    figures = [Figure(f"{way}: larger than plain by", times, "x") for way, times in larger.items()]
+    columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
     columns += f" | of {found['same']} layers=same:s"
     columns += " | trained | too large=failed" if any("fits" in row for row in rows) else ""
     note = (
         f"{show_count(found['devices'], 'device')} of {found['memory']:g} GiB, {found['microbatches']} microbatches of "
         f"{found['samples']} samples with {found['tokens']} tokens, width {found['width']}, float32 with AdamW. "
     )
-    if found["gpu"]:
-        note += f"Layers and the link were measured on {found['device']}, shared by all ranks."
-    else:
-        note += (
-            f"Predicted for {found['speed']:g} TFLOP/s and {found['bandwidth']:g} GB/s between a device and its host."
-        )
+    note += (
+        f"Layers and the link were measured on {found['device']}, shared by all ranks."
+        if found["gpu"]
+        else f"Predicted for {found['speed']:g} TFLOP/s and {found['bandwidth']:g} GB/s between a device and its host."
+    )
     failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
     return Told(figures, [tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)])
 

@@ -22,8 +22,7 @@ from benchmarks.peer.gapless_sides import batch, on_one_core, pipeline
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules, Steps
 from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, timed
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
-from gapless.pipeline.pipeline import Pipeline
-from gapless.schedule.simulate import simulate
+from gapless import Pipeline, simulate
 
 _NEVER, _ALWAYS = 1e9, 1e-9  # norms to clip to
 
@@ -44,11 +43,11 @@ def run(
     with ExitStack() as stack:
         for name in schedules:
             more: Any = {"objective": "span", "memory_limit": 2 * devices} if name == "auto" else {}
-            for way, start in (("waits", _waiting), ("overlapped", _overlapped), ("clipped", _clipped)):
+            for way, max_norm in (("waits", None), ("overlapped", _NEVER), ("clipped", _ALWAYS)):
                 pipe = stack.enter_context(pipeline(contest, name, **more))
                 spans[name] = float(simulate(pipe.schedule, contest.costs).span)
                 with on_one_core():  # the threads start with the first step
-                    call = start(pipe, contest)
+                    call = _waiting(pipe, contest) if max_norm is None else _overlapped(pipe, contest, max_norm)
                 contestants[f"{name} {way}"] = partial(_steadily, call, steps)
         seconds = take_turns(contestants, rounds, progress)
     return {"spans": spans, "rounds": seconds}
@@ -74,15 +73,11 @@ def _waiting(pipe: Pipeline, contest: Contest) -> Callable[[], object]:
     return step
 
 
-def _overlapped(pipe: Pipeline, contest: Contest, max_norm: float = _NEVER) -> Callable[[], object]:
+def _overlapped(pipe: Pipeline, contest: Contest, max_norm: float) -> Callable[[], object]:
     training, (inputs, target) = pipe.training(_optimizer(pipe), max_norm=max_norm), batch(contest)
     for _ in range(3):
         training.step(inputs, target)
     return lambda: training.step(inputs, target)
-
-
-def _clipped(pipe: Pipeline, contest: Contest) -> Callable[[], object]:
-    return _overlapped(pipe, contest, _ALWAYS)
 
 
 def _optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -95,16 +90,14 @@ def told(found: Found) -> Told:
     for name, seconds in found["rounds"].items():
         schedule, _, way = name.partition(" ")
         span = found["spans"][schedule]
-        rows.append({"schedule": schedule, "way": way, "seconds": median(seconds), "span": span, "above": 0.0})
-        rows[-1]["above"] = rows[-1]["seconds"] / span - 1
+        step = {"seconds": median(seconds), "span": span, "above": median(seconds) / span - 1}
+        rows.append({"schedule": schedule, "way": way, **step})
         if way == "overlapped":
             shares = [each / span for each in seconds]
             figures.append(of_rounds(f"step over span, {schedule}", shares, "x", "less", "at most 1.04"))
         if way == "clipped":
             shares = quotients(seconds, found["rounds"][f"{schedule} waits"])
             figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
-    title = (
-        f"{found['devices']} emulated devices, {found['microbatches']} microbatches, {found['milliseconds']:g} ms for "
-        f"each F, I and W of a device; medians of {len(seconds)}"
-    )
+    title = f"{{devices}} emulated devices, {{microbatches}} microbatches, {found['milliseconds']:g} ms for each F, I "
+    title = f"{title}and W of a device; medians of {len(seconds)}".format_map(found)
     return Told(figures, [tabulated(title, rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2)])

@@ -121,8 +121,5 @@ def told(found: Found) -> Told:
         figures.append(of_rounds(name, [unit / each for each in row["rounds"]], "x", "more"))
         lines[place][by] = f"{unit / median(row['rounds']):.2f}"
     note = "gpipe and ours: emulated devices. The first of each model is 1, ours is normalised by gpipe's."
-    columns = "model | K | M | gpipe | ours | published"
-    return Told(
-        figures,
-        [tabulated(_TITLES[each], rows, columns, note=note, in_docs=True) for each, rows in grids.items() if rows],
-    )
+    more: Any = {"columns": "model | K | M | gpipe | ours | published", "note": note, "in_docs": True}
+    return Told(figures, [tabulated(_TITLES[each], rows, **more) for each, rows in grids.items() if rows])

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Contestant, Span, timed
-from gapless.pipeline.pipeline import Pipeline
+from gapless import Costs, Pipeline, make_schedule
 from gapless.run.world import TransportName
-from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import find_recipe, make_schedule
+from gapless.schedule.recipes import find_recipe
 
 
 @contextlib.contextmanager
@@ -50,18 +49,10 @@ def pipeline(contest: Contest, schedule: str, mesh: Any = None, costs: Costs | N
     microbatches = 1 if schedule == "pipedream" else contest.microbatches
     made = make_schedule(schedule, devices=contest.devices, microbatches=microbatches, costs=costs)
     stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
-    return Pipeline(
-        nn.Sequential(*stages),
-        devices=["cpu"] * contest.devices if mesh is None else None,
-        mesh=mesh,
-        microbatches=microbatches,
-        loss=contest.loss,
-        schedule=schedule,
-        stages_per_device=made.num_stages // contest.devices,
-        partition=[1] * made.num_stages,
-        costs=costs if contest.kind == "emulated" else None,
-        **options,
-    )
+    options |= {"devices": ["cpu"] * contest.devices if mesh is None else None, "mesh": mesh, "loss": contest.loss}
+    options |= {"stages_per_device": made.num_stages // contest.devices, "partition": [1] * made.num_stages}
+    options["costs"] = costs if contest.kind == "emulated" else None
+    return Pipeline(nn.Sequential(*stages), schedule=schedule, microbatches=microbatches, **options)
 
 
 def batch(contest: Contest) -> tuple[Tensor, Tensor]:
@@ -69,15 +60,11 @@ def batch(contest: Contest) -> tuple[Tensor, Tensor]:
     return contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
 
 
-def step(
-    contest: Contest, pipe: Pipeline, times: int = 1, *, on_all_cores: bool = False, endless: bool = False
-) -> Contestant:
-    """A contestant that runs so many steps in a row, all on the same batch; `on_all_cores` is for layers that work,
-    `endless` for schedules without steps.
-    """
+def step(contest: Contest, pipe: Pipeline, times: int = 1, *, on_all_cores: bool = False) -> Contestant:
+    """A contestant that runs so many steps in a row, all on the same batch; `on_all_cores` is for layers that work."""
     inputs, target = batch(contest)
     with contextlib.nullcontext() if on_all_cores else on_one_core():  # the threads start with the first step
-        if endless:
+        if not has_steps(pipe.schedule.name):
             run = steadily(contest, pipe, inputs, target)
             run()
             return lambda: run().seconds

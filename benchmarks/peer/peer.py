@@ -3,34 +3,34 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.gapless_sides import has_steps, pipeline, step
+from benchmarks.peer.gapless_sides import pipeline, step
 from benchmarks.peer.ranks import Failed, Prepared, Stepped, compete
 from benchmarks.runner.rounds import Contestant, GaveUpError, Progress
+from gapless import Schedule, make_schedule
 from gapless.errors import TransportError
-from gapless.schedule.action import Schedule
-from gapless.schedule.recipes import RECIPES, make_schedule
+from gapless.schedule.recipes import RECIPES
 
 # What each side is, and the module that has its `prepare_...`.
 _SIDES = {
-    "torch": ("torch.distributed.pipelining", "benchmarks.peer.torch_side"),
-    "torchgpipe": ("torchgpipe", "benchmarks.peer.baseline_sides"),
-    "fsdp": ("FSDP2", "benchmarks.peer.baseline_sides"),
+    "torch": ("torch.distributed.pipelining", "benchmarks.peer.other_sides"),
+    "torchgpipe": ("torchgpipe", "benchmarks.peer.other_sides"),
+    "fsdp": ("FSDP2", "benchmarks.peer.other_sides"),
     "gapless": ("gapless on ranks", "benchmarks.peer.gapless_sides"),
-    "parts": ("the parts of the model", "benchmarks.peer.baseline_sides"),
+    "parts": ("the parts of the model", "benchmarks.peer.other_sides"),
     "replicas": ("stages with replicas on ranks", "benchmarks.planner.replicas"),
+    "trial": ("a trial", "benchmarks.gpipe.offload"),
 }
+_OTHERS = ("torch", "torchgpipe", "fsdp", "trial")  # what fails of them is left out; what fails of ours is an error
 _SERVER = get_context("forkserver")
-_OTHERS = ("torch", "torchgpipe", "fsdp")  # what fails of them is left out; what fails of ours is an error
 
-
-SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas"]
+SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas", "trial"]
 Environment = Mapping[str, str] | None
 _ONE_PROCESS = ("torchgpipe",)  # whose devices are threads
 _PATIENCE = 3.0  # seconds, for the other ranks to say how they failed
@@ -46,29 +46,12 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def start_ranks(
-    stack: contextlib.ExitStack, count: int, target: Callable[..., None], *words: object
-) -> list[Connection]:
-    """Each calls `target(rank, count, folder, connection, *words)`; the other ends. They end with the stack."""
-    start_server()
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    ranks = []
-    for rank in range(count):
-        here, there = _SERVER.Pipe()
-        process = _SERVER.Process(target=target, args=(rank, count, folder, there, *words), daemon=True)
-        process.start()
-        there.close()
-        stack.callback(_end, process)
-        ranks.append(stack.enter_context(here))
-    return ranks
-
-
 class _RankFailedError(Exception):
     """The first cause of it, and the schedule it was met with: empty before the first one."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
+    def __init__(self, first: Failed) -> None:
+        super().__init__((first.reason.strip().splitlines() or [""])[0])
+        self.name = first.name
 
 
 class Peer:
@@ -84,9 +67,7 @@ class Peer:
     def __init__(
         self, contest: Contest, names: Sequence[str], side: SideName = "torch", environment: Environment = None
     ) -> None:
-        self._contest, self._side = contest, side
-        self._environment = dict(environment or {})
-        self._names = list(names)
+        self._contest, self._names, self._side, self._environment = contest, names, side, dict(environment or {})
         self._stack = contextlib.ExitStack()
         self._ranks: list[Connection] = []
         self.schedules: dict[str, Schedule] = {}
@@ -128,7 +109,7 @@ class Peer:
         while names := [name for name in self._names if name not in self.refused]:
             with contextlib.ExitStack() as stack:
                 try:
-                    self._ranks = self._let_in(stack, names)
+                    self._let_in(stack, names)
                     for name in names:
                         self._prepare(name)
                     self._stack = stack.pop_all()
@@ -145,11 +126,22 @@ class Peer:
             self.refused.setdefault(name, f"it failed: {failure}")
             self.schedules.pop(name, None)
 
-    def _let_in(self, stack: contextlib.ExitStack, names: Sequence[str]) -> list[Connection]:
+    def _let_in(self, stack: contextlib.ExitStack, names: Sequence[str]) -> None:
         """Start the ranks; they end with the stack."""
+        start_server()
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         count = 1 if self._side in _ONE_PROCESS else self._contest.devices
         place = f"{_SIDES[self._side][1]}:prepare_{self._side}"
-        return start_ranks(stack, count, compete, place, self._contest, names, self._environment)
+        self._ranks = []
+        for rank in range(count):
+            here, there = _SERVER.Pipe()
+            words = (rank, count, folder, there, place, self._contest, names, self._environment)
+            process: Any = _SERVER.Process(target=compete, args=words, daemon=True)
+            process.start()
+            there.close()
+            for end in (process.close, process.join, process.kill):  # the last one first
+                stack.callback(end)
+            self._ranks.append(stack.enter_context(here))
 
     def _prepare(self, name: str) -> None:
         """Whether the ranks take that schedule, and in which order they run it."""
@@ -163,35 +155,24 @@ class Peer:
             self.schedules[name] = make_schedule(name, **sizes)
 
     def _gather(self, name: str, within: float) -> list[Any]:
-        """One answer of every rank."""
-        answers: dict[Connection, Any] = {}
-        while len(answers) < len(self._ranks):
-            if not (heard := self._heard(answers, within)):
-                raise _RankFailedError(name, f"it did not answer within {within:.0f} s")
-            answers |= heard
-            if any(isinstance(answer, Failed | None) for answer in heard.values()):
-                raise self._first_cause(name, heard)
-        return [answers[rank] for rank in self._ranks]
-
-    def _first_cause(self, name: str, answers: Mapping[Connection, Any]) -> _RankFailedError:
-        """The earliest failure of all ranks. One that ended without a word was killed: the others only noticed."""
-        ends = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed | None)}
-        while len(ends) < len(self._ranks) and (heard := self._heard(ends, _PATIENCE)):
-            ends |= {rank: answer for rank, answer in heard.items() if isinstance(answer, Failed | None)}
-        if silent := [number for number, rank in enumerate(self._ranks) if rank in ends and ends[rank] is None]:
-            return _RankFailedError(name, f"rank {silent[0]} ended without a word")
-        first = min(answer for answer in ends.values() if answer is not None)
-        return _RankFailedError(first.name, (first.reason.strip().splitlines() or [""])[0])
-
-    def _heard(self, known: Mapping[Connection, Any], within: float) -> dict[Connection, Any]:
-        """What the next ranks say, of which nothing is known yet; None if one has ended without a word."""
-        found: dict[Connection, Any] = {}
-        for rank in wait([rank for rank in self._ranks if rank not in known], within):
-            assert isinstance(rank, Connection)
-            found[rank] = None
-            with contextlib.suppress(EOFError, ConnectionError):
-                found[rank] = rank.recv()
-        return found
+        """One answer of every rank; or the earliest failure. One that ended without a word was killed, and comes before
+        all others, which only noticed.
+        """
+        answers: list[Any] = [None] * len(self._ranks)
+        failures, waiting = list[Failed](), list(self._ranks)
+        while waiting and (ready := wait(waiting, _PATIENCE if failures else within)):
+            for rank in (rank for rank in self._ranks if rank in ready):
+                waiting.remove(rank)
+                number = self._ranks.index(rank)
+                answers[number] = Failed(0.0, name, f"rank {number} ended without a word")
+                with contextlib.suppress(EOFError, ConnectionError):
+                    answers[number] = rank.recv()
+                failures += [answers[number]] if isinstance(answers[number], Failed) else []
+        if waiting and not failures:
+            failures = [Failed(0.0, name, f"it did not answer within {within:.0f} s")]
+        if failures:
+            raise _RankFailedError(min(failures))
+        return answers
 
 
 class Lineup(contextlib.ExitStack):
@@ -211,9 +192,7 @@ class Lineup(contextlib.ExitStack):
     @property
     def peaks(self) -> dict[str, int]:
         """Bytes on the fullest GPU, by name."""
-        return {
-            f"{name} {what}".strip(): peak for name, peer in self._peers.items() for what, peak in peer.peaks.items()
-        }
+        return {f"{by} {what}".strip(): peak for by, peer in self._peers.items() for what, peak in peer.peaks.items()}
 
     @property
     def refused(self) -> dict[str, str]:
@@ -225,9 +204,7 @@ class Lineup(contextlib.ExitStack):
         for schedule in schedules:
             pipe = self.enter_context(pipeline(self._contest, schedule))
             self.schedules[f"{name} {schedule}"] = pipe.schedule
-            self.contestants[f"{name} {schedule}"] = step(
-                self._contest, pipe, on_all_cores=on_all_cores, endless=not has_steps(schedule)
-            )
+            self.contestants[f"{name} {schedule}"] = step(self._contest, pipe, on_all_cores=on_all_cores)
 
     def add_ranks(self, side: SideName, whats: Sequence[str], name: str | None = None) -> None:
         """A side in processes of its own, and what it is to run."""
@@ -238,9 +215,3 @@ class Lineup(contextlib.ExitStack):
             if what not in peer.refused:
                 self.contestants[f"{name} {what}".strip()] = partial(peer.step, what)
         self.schedules |= {f"{name} {what}": schedule for what, schedule in peer.schedules.items()}
-
-
-def _end(process: Any) -> None:
-    process.kill()
-    process.join()
-    process.close()

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from benchmarks import die_with_parent
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Span
+from gapless import costs_of, simulate
 from gapless.run.held_memory import in_use
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import costs_of
 from gapless.stage.intra_op import set_intra_op_threads
 
 
@@ -73,8 +72,8 @@ def join_group(rank: int, ranks: int, folder: str, seconds: float, backend: str 
     )
 
 
-def begin(folder: str) -> None:
-    """Of every rank: it ends with who started it, connects over loopback, and what it says goes into the folder."""
+def _begin(folder: str) -> None:
+    """It ends with who started it, connects over loopback, and what it says goes into the folder."""
     os.setsid()  # Ctrl-C is for whoever started it
     die_with_parent()
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -88,7 +87,7 @@ def compete(
     rank: int, ranks: int, folder: str, lead: Connection, place: str, contest: Contest, names: Sequence[str], more: Any
 ) -> None:
     """Until `Peer` hangs up; `place` is where its `Prepare` is, `more` belongs to the environment."""
-    begin(folder)
+    _begin(folder)
     os.environ.update(more)
     at = ""
     try:

@@ -8,9 +8,10 @@ is there, and whoever takes it earlier waits until then. Nothing else differs fr
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from gapless.run.channels import ThreadChannels, Transport
+from gapless.run.channels import ThreadChannels
 from gapless.run.lanes import CudaLane, Lane, Parcel, make_lane
 from gapless.run.one_process import OneProcess
 from gapless.schedule.action import Schedule
@@ -59,28 +60,26 @@ class _Apart:
         return getattr(self._lane, name)
 
 
-class LateChannels:
-    """Other channels with a latency; with `one_by_one` a channel carries one message after another."""
+class _LateChannels(ThreadChannels):
+    """With a latency; with `one_by_one` a channel carries one message after another."""
 
-    def __init__(self, inner: Transport, seconds: float, one_by_one: bool = False) -> None:
-        self._inner, self._seconds, self._one_by_one = inner, seconds, one_by_one
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def __init__(self, schedule: Schedule, seconds: float, one_by_one: bool) -> None:
+        super().__init__(schedule)
+        self._seconds, self._one_by_one = seconds, one_by_one
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
-        send, seconds, free = self._inner.sender(channel, idle=idle), self._seconds, 0.0
+        send, free = super().sender(channel, idle=idle), 0.0
 
         def put(result: Any) -> None:
             nonlocal free
             now = time.perf_counter()
-            free = (max(now, free) if self._one_by_one else now) + seconds
+            free = (max(now, free) if self._one_by_one else now) + self._seconds
             send((free, result))
 
         return put
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
-        receive = self._inner.receiver(channel)
+        receive = super().receiver(channel)
 
         def take() -> Any:
             there, result = receive()
@@ -92,8 +91,5 @@ class LateChannels:
 
 def late(devices: Devices, seconds: float, *, one_by_one: bool = False) -> OneProcess:
     """Devices between which every message arrives so much later, and after those sent before it if `one_by_one`."""
-
-    def channels(schedule: Schedule) -> Any:
-        return LateChannels(ThreadChannels(schedule), seconds, one_by_one)
-
+    channels = partial(_LateChannels, seconds=seconds, one_by_one=one_by_one)
     return OneProcess(torch_devices(devices), channels=channels)

@@ -163,10 +163,9 @@ def table(found: Mapping[str, Any]) -> Table:
     failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
     roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
     right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
-    columns = (
-        f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3 | =difference:+%"
-    )
-    columns += " | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
+    columns = f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3"
+    columns += " | =difference:+% | together=allocated:GiB.3 | reserved:GiB.3"
+    columns += " | planned ran=planned | refused ran=refused"
     verdict = f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
     verdict += f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}"
     title = f"fit\n{found['device']}: {len(tries)} limits around what is predicted"

@@ -18,7 +18,7 @@ from benchmarks.planner import fit as fit_
 from benchmarks.planner import prediction, subjects
 from benchmarks.planner.apart import late
 from benchmarks.planner.subjects import Subject, emulated
-from benchmarks.runner.parameters import Between, Rounds, check_names
+from benchmarks.runner.parameters import Between, Rounds, one_of
 from benchmarks.runner.rounds import Progress, median, ratio, silent, take_turns
 from benchmarks.runner.told import Figure, Found, Table, Told, cell, tabulated
 from gapless.errors import PlanError
@@ -102,22 +102,17 @@ def choice(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> d
 
 
 def _quickest(
-    subject: Subject,
-    plans: Mapping[str, tuple[Plan, World | None]],
-    seeded: Sequence[str],
-    finalists: int,
-    rounds: int,
+    subject: Subject, plans: Mapping[str, tuple[Plan, World | None]], seeded: Sequence[str], most: int, rounds: int,
     progress: Progress,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict[str, Any], str]:  # fmt: skip
     """All run twice; then the seeded ones and the quickest few run for longer. The rounds of these, the seconds of all,
     and which is the quickest.
     """
     with contextlib.ExitStack() as stack:
         contestants = {name: subject.contestant(stack, *made) for name, made in plans.items()}
         first = take_turns(contestants, 2, progress)
-        quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
-        last = {name: contestants[name] for name in dict.fromkeys([*seeded, *quickest])}
-        taken = take_turns(last, rounds, progress, warmup=0)
+        last = dict.fromkeys([*seeded, *sorted(first, key=lambda name: min(first[name]))[:most]])
+        taken = take_turns({name: contestants[name] for name in last}, rounds, progress, warmup=0)
     seconds = {name: median(values) for name, values in (first | taken).items()}
     return {"seconds": seconds, "rounds": taken}, min(taken, key=seconds.__getitem__)
 
@@ -181,9 +176,8 @@ def cuts(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dic
         chosen = _shown(search(profile, _DEVICES, wanted, _MICROBATCHES * profile.samples).best.partition)
         equal = _shown(equal_counts(count, _DEVICES))
         made = partial(subjects.planned, profile, _DEVICES, "1f1b", _MICROBATCHES)
-        plans = {
-            _shown(cut): (made(partition=cut), None) for cut in ((first, count - first) for first in range(1, count))
-        }
+        all_cuts = [(first, count - first) for first in range(1, count)]
+        plans = {_shown(cut): (made(partition=cut), None) for cut in all_cuts}
         times, best = _quickest(subject, plans, [chosen, equal], 3, rounds, progress)
         row = {"model": subject.name, "layers": count, "planned": chosen, "equal": equal, "best": best, **times}
         last = times["rounds"]
@@ -198,16 +192,12 @@ def _shown(cut: Sequence[int]) -> str:
 
 def cuts_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The planned cut of each model beside equal counts and the best cut."""
-    shown = [
-        row | {key: f"{row[key]} {cell(row['seconds'][row[key]], 'ms')}" for key in ("equal", "planned", "best")}
-        for row in rows
-    ]
-    title = (
-        f"cuts\n{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and within "
-    )
-    title += f"{NEAR:.0%} of the best cut"
+    three = ("equal", "planned", "best")
+    shown = [row | {key: f"{row[key]} {cell(row['seconds'][row[key]], 'ms')}" for key in three} for row in rows]
+    title = f"cuts\n{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and "
     columns = "model | layers | equal | planned | best of all=best | faster than equal=faster_than_equal:x"
-    return tabulated(title, shown, f"{columns} | to the best=slower_than_best:+%")
+    columns += " | to the best=slower_than_best:+%"
+    return tabulated(f"{title}within {NEAR:.0%} of the best cut", shown, columns)
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -221,7 +211,7 @@ PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # what meas
 
 def run(
     *,
-    parts: Annotated[tuple[str, ...], "which parts of the planner to check"] = tuple(PARTS),
+    parts: Annotated[tuple[str, ...], "which parts of the planner to check", one_of("part", *PARTS)] = tuple(PARTS),
     rounds: Rounds = 7,
     seconds: Annotated[float, "seconds to measure a model", Between(0.001, 600)] = 4.0,
     fit: Annotated[bool, "check only what fits on an NVIDIA GPU, predicted and measured"] = False,
@@ -229,7 +219,6 @@ def run(
     progress: Progress = silent,
 ) -> Found:
     """`fit` is that part alone, since nothing else needs a GPU."""
-    check_names("part", parts, list(PARTS))
     if fit:
         return {"fit": fit_.run(seconds=seconds, progress=progress)}
     return {part: PARTS[part][0](rounds=rounds, seconds=seconds, quick=quick, progress=progress) for part in parts}

@@ -7,6 +7,7 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.planner import subjects
@@ -14,13 +15,12 @@ from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.rounds import Progress, median, take_turns
 from benchmarks.runner.told import Table, tabulated
+from gapless import Schedule, simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.run.program import Program
-from gapless.schedule.action import Schedule
-from gapless.schedule.simulate import simulate
 from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
@@ -51,7 +51,7 @@ def settings(quick: bool) -> list[tuple[Subject, int, str]]:
 def plans_for(profile: Profile, devices: int, wanted: str) -> list[Plan]:
     """The schedule and M of each, and whether it recomputes: as in `settings`."""
     words = (each.split() for each in wanted.split(", "))
-    return [subjects.planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
+    return [subjects.planned(profile, devices, name, int(M), "stage" if again else "none") for name, M, *again in words]
 
 
 def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
@@ -95,16 +95,13 @@ class _Metered(Apart):
         for number, stage in stages.items():
             meter = self._meters[schedule.placement.device(number, 0)]
             for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, _metered(getattr(stage, name), meter))
+                setattr(stage, name, partial(_metered, meter, getattr(stage, name)))
         return super().program(schedule, stages, *args, **options)
 
 
-def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with meter.on():
-            return call(*args, **kwargs)
-
-    return run
+def _metered(meter: StorageMeter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with meter.on():
+        return call(*args, **options)
 
 
 def peaks_of(subject: Subject, plan: Plan) -> list[int]:

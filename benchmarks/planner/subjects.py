@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.runner.parameters import check_width
 from benchmarks.runner.rounds import Contestant, timed
 from gapless.pipeline.pipeline import Pipeline
-from gapless.plan.plan import Plan
+from gapless.plan.plan import Plan, Remat
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Profile
@@ -71,13 +71,13 @@ class Subject:
 
 
 def planned(
-    profile: Profile, devices: int, recipe: str, microbatches: int, *, remat: bool = False, partition: Any = None
+    profile: Profile, devices: int, recipe: str, microbatches: int, remat: Remat = "none", partition: Any = None
 ) -> Plan:
     """The plan for just this schedule, whatever it holds; `partition` gives the cuts too."""
     drafts = Drafts(profile, [Device()] * devices)
     each = 1 if find_recipe(recipe).placement == "line" else 2  # stages of a device
     choice = Choice(recipe, each, Mesh(1, devices), microbatches, profile.samples)
-    again: Modes = ("stage" if remat else "none",) * choice.placement.num_stages
+    again: Modes = (remat,) * choice.placement.num_stages
     counts = drafts.cut(choice, again) if partition is None else tuple(partition)
     return finished(drafts, drafts.make(choice, counts, again))
 
@@ -202,15 +202,13 @@ def small_transformer(
 class _Embed(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.source, self.target, self.scale = model.source_tokens, model.target_tokens, model.scale
+        self.embeddings, self.scale = nn.ModuleList([model.source_tokens, model.target_tokens]), model.scale
         self.register_buffer("positions", model.get_buffer("positions").clone())
 
-    def forward(self, source: Tensor, target: Tensor) -> Any:
-        there = (source != 0)[:, None, None, :]
-        positions = self.get_buffer("positions")
-        x = self.source(source) * self.scale + positions[: source.size(1)]
-        y = self.target(target) * self.scale + positions[: target.size(1)]
-        return x, y, there
+    def forward(self, *both: Tensor) -> Any:
+        places = self.get_buffer("positions")
+        made = (e(ids) * self.scale + places[: ids.size(1)] for e, ids in zip(self.embeddings, both, strict=True))
+        return (*made, (both[0] != 0)[:, None, None, :])
 
 
 def _encode(layer: nn.Module, *rest: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import BENCHMARKS, benchmark_module
-from benchmarks.runner.parameters import PROGRAM, check_names, make_parser, parsed
+from benchmarks.runner.parameters import PROGRAM, make_parser, one_of, parsed
 from gapless.cli import exit_code, options, terminal
 from gapless.cli.output import asked
 from gapless.cli.terminal import parse
@@ -68,7 +68,8 @@ def _all(words: list[str]) -> int:
     options.refuse_ranks(f"{PROGRAM} all")
     if arguments.compare and not Path(arguments.compare).is_dir():
         raise ConfigError(f"there is no folder {arguments.compare[:200]} to compare with: give the folder of a run")
-    check_names("part", arguments.only or (), list(suite.ENTRIES))
+    for part in arguments.only or ():
+        one_of("part", *suite.ENTRIES)(part)
     keys = [key for key in suite.ENTRIES if not arguments.only or key in arguments.only]
     runs = suite.Runs(Path(arguments.results))
     folder, goes_on = runs.open(keys, quick=arguments.quick)
@@ -79,7 +80,6 @@ def _all(words: list[str]) -> int:
     stopped = False
     try:
         suite.run_all(folder, keys, quick=arguments.quick, progress=terminal.show_progress, done=_say_done)
-        runs.close(folder)
     except KeyboardInterrupt:
         stopped = True
     finally:

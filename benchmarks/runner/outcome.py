@@ -93,16 +93,13 @@ def read(file: Path) -> Outcome:
 
 def environment() -> dict[str, str | int]:
     """Processor, cores, GPU where there is one, and versions. No host name, no path."""
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return {
+    found: dict[str, str | int] = {
         "cpu": _processor(),
         "cores": cores(),
         "os": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gapless": __version__,
-        **gpu,
     }
+    found |= {"python": platform.python_version(), "torch": torch.__version__, "gapless": __version__}
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def _processor() -> str:
@@ -132,16 +129,14 @@ class Comparison(NamedTuple):
         if self.compared == 0:
             why = ", ".join(self.apart) or "there are no figures"
             return f"nothing could be compared with {than}: {why}"
-        figures = show_count(self.compared, "figure")
-        total = self.compared + sum(self.apart.values())
+        figures, apart = show_count(self.compared, "figure"), sum(self.apart.values())
+        said = f"nothing got slower than in {than}, of {figures} compared"
         if self.worse:
-            start = f"{len(self.worse)} of {figures} got slower than in {than}"
-        else:
-            start = f"nothing got slower than in {than}, of {figures} compared"
-        if not self.apart:
-            return start
-        rest = ", ".join(f"{count} ({why})" for why, count in self.apart.items())
-        return f"{start}; {total - self.compared} of {total} could not be compared: {rest}"
+            said = f"{len(self.worse)} of {figures} got slower than in {than}"
+        if apart:
+            rest = ", ".join(f"{count} ({why})" for why, count in self.apart.items())
+            said += f"; {apart} of {self.compared + apart} could not be compared: {rest}"
+        return said
 
 
 def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Comparison:

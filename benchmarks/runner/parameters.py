@@ -50,12 +50,12 @@ Schedule = Annotated[str, "schedule to measure", find_recipe]
 Schedules = Annotated[tuple[str, ...], "schedules to measure", find_recipe]
 
 
-def one_of(*words: str) -> Callable[[str], None]:
-    """A check that an option is one of these."""
+def one_of(what: str, *known: str) -> Callable[[str], None]:
+    """A check that an option, or each of its words, is one of these."""
 
     def check(word: str) -> None:
-        if word not in words:
-            raise ConfigError(f"{word[:40]!r} is none of {', '.join(words)}")
+        if word not in known:
+            raise ConfigError(f"there is no {what} {word[:40]!r}: it is one of {', '.join(known)}")
 
     return check
 
@@ -150,12 +150,6 @@ def check_width(width: int, heads: int = 4) -> None:
         raise ConfigError(f"width is {width}, but it must be a multiple of {heads}, the number of heads")
 
 
-def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """All that are given must be known."""
-    if wrong := [name for name in given if name not in known]:
-        raise ConfigError(f"there is no {what} {wrong[0][:40]!r}: it is one of {', '.join(known)}")
-
-
 def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[float]:
     """Of an option that is a list of them."""
     try:
@@ -163,7 +157,6 @@ def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[flo
     except ValueError:
         found = []
     if not found or not all(0 < value < float("inf") for value in found) or (whole and any(v % 1 for v in found)):
-        raise ConfigError(
-            f"--{name} {','.join(values)[:40]} is not a list of numbers above 0, with commas between them"
-        )
+        given = f"--{name} {','.join(values)[:40]}"
+        raise ConfigError(f"{given} is not a list of numbers above 0, with commas between them")
     return found

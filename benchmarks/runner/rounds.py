@@ -148,11 +148,12 @@ class KeptRounds:
         self.seconds = self.seconds or {name: [] for name in contestants}
         warmup = 1
         while (done := min(map(len, self.seconds.values()))) < rounds:
-            taken = take_turns(contestants, 1, within(progress, f"{done + 1} of {rounds}"), warmup)
+            order = contestants if done % 2 == 0 else dict(reversed(contestants.items()))
+            taken = take_turns(order, 1, within(progress, f"{done + 1} of {rounds}"), warmup)
             if gone := [name for name in contestants if name not in taken]:
                 self.facts["gave up"] = [*self.facts.get("gave up", ()), *gone]
-            contestants = {name: contestants[name] for name in taken}
-            self.seconds = {name: [*self.seconds[name], *taken[name]] for name in taken}
+            contestants = {name: step for name, step in contestants.items() if name in taken}
+            self.seconds = {name: [*self.seconds[name], *taken[name]] for name in contestants}
             warmup = 0
             self.write()
             if self.is_time_over:

@@ -1,12 +1,13 @@
 """All benchmarks in one go, for `python -m benchmarks all`: which, with which options, and what is kept of them.
 
-    FOLDER/0001/run.json          what this run is made of, and whether it is finished
+    FOLDER/0001/run.json          what this run is made of
     FOLDER/0001/emulated.json     the outcome of a part
     FOLDER/0002/...               the next run, which is compared with the last finished one
 
-Every part is stored as soon as it has ended. A run that was stopped is unfinished: the same command goes on with it.
+Every part is stored as soon as it has ended. A run without all its parts was stopped: the same command goes on with it.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,36 +69,33 @@ class Runs:
         """The unfinished run of the same parts on the same machine, or a new one; and whether it goes on."""
         wanted = {"quick": quick, "parts": list(keys), "environment": environment()}
         there = self._numbered()
-        if there and (last := _manifest(there[-1])) is not None and not last.pop("finished") and last == wanted:
+        if there and _manifest(there[-1]) == wanted and not _is_finished(there[-1]):
             return there[-1], True
         folder = self._folder / f"{int(there[-1].name) + 1 if there else 1:04}"
         folder.mkdir()
-        write_whole(folder / "run.json", wanted | {"finished": False})
+        write_whole(folder / "run.json", wanted)
         return folder, False
-
-    def close(self, run: Path) -> None:
-        """It is finished."""
-        write_whole(run / "run.json", {**(_manifest(run) or {}), "finished": True})
 
     def before(self, run: Path) -> Path | None:
         """The last finished one of the same kind before it."""
-        mine = _manifest(run) or {}
-        for folder in reversed([each for each in self._numbered() if each.name < run.name]):
-            other = _manifest(folder)
-            if other is not None and other["finished"] and other["quick"] == mine["quick"]:
-                return folder
-        return None
+        quick, earlier = _manifest(run).get("quick"), [each for each in self._numbered() if each.name < run.name]
+        alike = (each for each in reversed(earlier) if _manifest(each).get("quick") == quick and _is_finished(each))
+        return next(alike, None)
 
     def _numbered(self) -> list[Path]:
         return sorted(each for each in self._folder.iterdir() if each.is_dir() and each.name.isdigit())
 
 
-def _manifest(run: Path) -> dict[str, Any] | None:
-    try:
+def _manifest(run: Path) -> dict[str, Any]:
+    """What it is made of; nothing where nobody can tell."""
+    with contextlib.suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads((run / "run.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if {"quick", "parts", "environment", "finished"} <= found.keys() else None
+        return {key: found[key] for key in ("quick", "parts", "environment") if key in found}
+    return {}
+
+
+def _is_finished(run: Path) -> bool:
+    return "parts" in (made := _manifest(run)) and all((run / f"{part}.json").exists() for part in made["parts"])
 
 
 def stored(run: Path) -> dict[str, Outcome]:

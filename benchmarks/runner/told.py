@@ -13,7 +13,7 @@ Found = dict[str, Any]  # what the `run` of a benchmark returns, and its options
 Unit = Literal["s", "us", "x", "share", "difference", "count", "loss"]
 Better = Literal["less", "more", ""]
 _UNITS = {"ms": (1e3, " ms", 1), "us": (1e6, " us", 0), "s": (1, " s", 2), "x": (1, "x", 2), "%": (100, "%", 1)}
-_UNITS |= {"MiB": (2**-20, " MiB", 2), "GiB": (2**-30, " GiB", 1), ",": (1, "", 0)}
+_UNITS |= {"MiB": (2**-20, " MiB", 2), "GiB": (2**-30, " GiB", 1), "B": (1e-9, "B", 2), ",": (1, "", 0)}
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,9 @@ def shown(value: float, unit: Unit) -> str:
     """A number as people read it."""
     if unit == "s":
         return f"{value:.2f} s" if value >= 10 else f"{1000 * value:.4g} ms"
-    scale, form = {
-        "us": (1, ".3g} us"), "x": (1, ".2f}x"), "share": (100, ".1f}%"), "difference": (100, "+.1f}%"),
-        "count": (1, "g}"), "loss": (1, ".3f}"),
-    }[unit]  # fmt: skip
-    return ("{:" + form).format(scale * value)
+    if unit in ("us", "count"):
+        return f"{value:.3g} us" if unit == "us" else f"{value:g}"
+    return cell(value, {"x": "x", "share": "%", "difference": "+%", "loss": ",.3"}[unit])
 
 
 @dataclass(frozen=True)

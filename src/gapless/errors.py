@@ -16,6 +16,11 @@ def printable(text: object, keep: str = "") -> str:
     return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], str(text))
 
 
+def first_of(names: collections.abc.Sequence[str], most: int, word: str = "more") -> str:
+    """The first few of them, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} {word}" if len(names) > most else "")
+
+
 def did_you_mean(word: str, known: collections.abc.Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
     """The known word that is nearest, as a question; `otherwise` where none is near."""
     alike = {each.lower(): each for each in known}

@@ -210,7 +210,7 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("emulated --milliseconds nan", "'nan' is not a number from 0.001 to 60,000"),
         ("emulated --schedules 2bw --no-peer -K 4 -M 2", "2bw needs at least as many microbatches as devices"),
         ("scale --largest 2", "--smallest 16 is above --largest 2"),
-        ("staleness --optimizer lion", "optimizer is 'lion', but it must be one of adam, sgd"),
+        ("staleness --optimizer lion", "there is no optimizer 'lion': it is one of adam, sgd"),
         ("staleness --batch 7", "2bw cuts it into a microbatch for each of 8 devices"),
         ("timeline --html none/a", "argument --html: there is no folder none: make it first; `python -m benchmarks"),
         ("throughput --devices 2,x", "--devices 2,x is not a list of numbers above 0"),

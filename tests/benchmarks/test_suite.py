@@ -59,7 +59,6 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert suite.Runs(tmp_path / "other").open(KEYS, quick=True) == (again, True)
     suite.run_all(again, KEYS, quick=True, progress=lambda _: None, done=lambda key, _: ran.append(key))
     assert ran == KEYS
-    suite.Runs(tmp_path / "other").close(again)
     following, goes_on = suite.Runs(tmp_path / "other").open(KEYS, quick=True)
     assert (following.name, goes_on) == ("0002", False)
     assert suite.Runs(tmp_path / "other").before(following) == again

@@ -160,3 +160,28 @@ def test_replicas_and_sharded_stages_go_on_and_a_rank_that_can_not_stops_all(lau
     assert max(sizes) < 1.5 * min(sizes)
     fsdp = read_manifest(next((tmp_path / "fsdp").glob("step-*"))).tensors["model.0.up.weight"]
     assert sorted(piece.offsets for piece in fsdp.pieces) == [(0, 0), (97, 0)]
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(8)
+    return nn.Sequential(nn.Linear(4, 100 * WIDTH), nn.BatchNorm1d(100 * WIDTH), nn.Linear(100 * WIDTH, 4))
+
+
+def with_large_buffers(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    with gapless.Pipeline(normed(), mesh=mesh, microbatches=2, loss=F.mse_loss) as pipe:
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        pipe.step(x, x)
+        pipe.save(Path(folder, "saved"), None)
+        torch.save(pipe.state_dict(), Path(folder, str(dist.get_rank())))
+
+
+def test_buffers_are_those_of_the_first_replica_however_large(launch: Launch, tmp_path: Path) -> None:
+    """Replicas shared out what they had to write by its size, and large statistics came from several of them."""
+    launch(with_large_buffers, 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / rank) for rank in "01")
+    with gapless.Pipeline(normed(), devices=1, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.load(tmp_path / "saved")
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, first[name]), name
+    assert not torch.equal(first["1.running_mean"], second["1.running_mean"])

@@ -87,7 +87,8 @@ class Checkpoints:
         For a stream, pass only `extra` and `metric`.
         """
         self.wait()
-        self._check_open()
+        if self._copies.closed:
+            raise CheckpointError(f"the checkpoints of {printable(self.folder)} are closed: make new ones")
         saveable = self._trained.saveable()
         folder = self.folder / name_of(saveable.steps)
 
@@ -225,10 +226,6 @@ class Checkpoints:
             finally:
                 remove_if_there(disk, probe)
             return held.pop_all()
-
-    def _check_open(self) -> None:
-        if self._copies.closed:
-            raise CheckpointError(f"the checkpoints of {printable(self.folder)} are closed: make new ones")
 
     def close(self) -> None:
         """Waits for saves, and lets other processes save to the folder."""

@@ -3,7 +3,7 @@ go on: memory that is taken once and used for every save.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,11 +23,13 @@ class Contents:
         self.trees: dict[str, Json] = {}
         self.parts: dict[str, TensorPart] = {}
         self.same: dict[str, str] = {}  # what must be the same on all ranks, beside the trees
+        self.of_first: set[str] = set()  # tensors of which replicas have each their own: the first replica's are saved
         self._known: dict[Any, str] = {}
 
-    def add(self, name: str, value: Any) -> None:
-        """A tree of values and tensors, which are named after their place in it."""
-        self.trees[name] = encode(value, name, self._put)
+    def add(self, name: str, value: Any, of_first: Iterable[str] = ()) -> None:
+        """A tree of values and tensors, which are named after their place in it; `of_first`: keys of the tree."""
+        tree = self.trees[name] = encode(value, name, self._put)
+        self.of_first.update(each for key in of_first for each in tensors_in(tree[key]))
 
     def add_same(self, name: str, value: Any) -> None:
         """As `add`, of what every process has alike: tensors are compared by their bytes, since of several that differ

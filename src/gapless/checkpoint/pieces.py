@@ -17,10 +17,9 @@ from torch import Tensor
 from gapless.checkpoint.disk import Disk
 from gapless.checkpoint.manifest import ITEM_BYTES, FileEntry, PieceEntry, TensorEntry, open_inside, unread
 from gapless.errors import CheckpointError, printable
-from gapless.model.shards import DTYPE_OF, DTYPES, memory_of
+from gapless.model.shards import DTYPE_OF, DTYPES, is_filled, memory_of
 
 _ALIGNED = 8
-_BLOCK = 4 << 20  # bytes written or read at once
 
 
 class TensorPart(NamedTuple):
@@ -77,7 +76,8 @@ def write_file(
     gets the data, and `pieces` need not have any.
     """
     names = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
-    header, at = _header({name: pieces[name] for name in names}, metadata), 0
+    header = _header({name: pieces[name] for name in names}, metadata)
+    at = len(header)
     entries = {}
     file = disk.create(path)
     try:
@@ -87,17 +87,15 @@ def write_file(
             piece = pieces[name]
             found = piece.data if fetch is None else fetch(name)
             near = found.cpu().contiguous().resolve_conj().resolve_neg()
-            made, data = hashlib.sha256(), memory_of(near)
-            for begin in range(0, len(data), _BLOCK):
-                made.update(block := data[begin : begin + _BLOCK])
-                disk.write(file, path, block)
-            begin, at = len(header) + at, at + len(data)
-            sizes = tuple(piece.data.shape)
-            entries[name] = PieceEntry(path.name, begin, len(header) + at, made.hexdigest(), piece.offsets, sizes)
+            data = memory_of(near)
+            disk.write(file, path, data)
+            begin, at = at, at + len(data)
+            sizes, made = tuple(piece.data.shape), hashlib.sha256(data).hexdigest()
+            entries[name] = PieceEntry(path.name, begin, at, made, piece.offsets, sizes)
         disk.sync(file, path)
     finally:
         disk.close(file)
-    return FileEntry(len(header) + at, len(header), hashlib.sha256(header).hexdigest()), entries
+    return FileEntry(at, len(header), hashlib.sha256(header).hexdigest()), entries
 
 
 def sharded(pieces: Mapping[str, TensorPart]) -> dict[str, str]:
@@ -160,22 +158,14 @@ def _fill(folder: Path, name: str, entry: TensorEntry, made: Tensor, start: Sequ
 def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
     """Into a contiguous tensor, all of it."""
     path = folder / piece.file
-    data, hashed = memory_of(made), hashlib.sha256()
+    data = memory_of(made)
     try:
         with open_inside(path) as file:
-            file.seek(piece.begin)
-            for begin in range(0, len(data), _BLOCK):
-                block = data[begin : begin + _BLOCK]
-                while block:
-                    if not (count := file.readinto(block)):
-                        raise CheckpointError(
-                            f"{printable(path)} ends too early: it was cut off; load an earlier checkpoint"
-                        )
-                    hashed.update(block[:count])
-                    block = block[count:]
+            if not is_filled(data, file, piece.begin):
+                raise CheckpointError(f"{printable(path)} ends too early: it was cut off; load an earlier checkpoint")
     except OSError as error:
         raise unread(path, error) from None
-    if hashed.hexdigest() != piece.sha256:
+    if hashlib.sha256(data).hexdigest() != piece.sha256:
         raise CheckpointError(
             f"{printable(path)} is damaged: the hash of {printable(name)} does not match; load an earlier checkpoint"
         )

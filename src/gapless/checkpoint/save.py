@@ -34,7 +34,7 @@ from gapless.run.world import Gathering
 _SMALL = 1 << 16  # bytes; what is smaller is written by the first rank that has it
 _FILE = "shard-{:05d}-model-00001-of-00001.safetensors"
 T = TypeVar("T")
-Offer = tuple[str, Sequence[int], Sequence[int], Sequence[int]]  # type, shape, offsets, sizes
+Offer = tuple[str, Sequence[int], Sequence[int], Sequence[int], bool]  # type, shape, offsets, sizes, of the first only
 
 
 @dataclass
@@ -106,7 +106,10 @@ def begin(
     def offered() -> dict[str, Any]:
         nonlocal own
         own = contents()
-        offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
+        offers = {
+            name: [part.dtype, part.shape, part.offsets, part.data.shape, name in own.of_first]
+            for name, part in own.parts.items()
+        }
         staging = _staged(disk, folder, cleanup) if gathering.place == 0 else folder
         return {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
 
@@ -176,7 +179,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
-    """A folder to write to, beside the one it will be, after what may be replaced was looked at."""
+    """After what may be replaced was looked at."""
     if folder.is_symlink():
         raise CheckpointError(f"{printable(folder)} is a link: save to another name, or to what it leads to")
     if folder.exists() and not folder.is_dir():
@@ -186,6 +189,11 @@ def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
             f"{printable(folder)} has other files in it, and is no checkpoint: save to a new folder, such as "
             f"{printable(folder / 'checkpoint')}"
         )
+    return staged(disk, folder, cleanup)
+
+
+def staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
+    """A folder beside it, which this process holds, and which goes unless it is renamed."""
     make_folders(disk, folder.parent)
     remove_leftovers(disk, folder.parent, folder.name)
     staging = folder.with_name(aside(folder.name))
@@ -205,7 +213,7 @@ def _shared_out(
     have: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, each in enumerate(offers):
-        for name, (dtype, shape, offsets, block) in each.items():
+        for name, (dtype, shape, offsets, block, of_first) in each.items():
             known = tensors.setdefault(name, (dtype, tuple(shape), owners[rank]))
             if known[:2] != (dtype, tuple(shape)):
                 raise CheckpointError(
@@ -215,7 +223,8 @@ def _shared_out(
             if 0 in block and 0 not in shape:
                 continue  # a rank without a part of it
             key = name, tuple(offsets)
-            have.setdefault(key, []).append(rank)
+            if key not in have or not of_first:
+                have.setdefault(key, []).append(rank)
             sizes[key] = math.prod(block) * ITEM_BYTES[dtype]
     load, mine = [0] * len(offers), []
     for key, ranks in have.items():

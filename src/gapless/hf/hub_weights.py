@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 
-from gapless.errors import CheckpointError, ConfigError, printable
+from gapless.errors import CheckpointError, ConfigError, first_of, printable
 from gapless.model.materialise import alone
 from gapless.model.shards import FILE, INDEX, Shards
 from gapless.units import show_count
@@ -160,5 +160,4 @@ def _without(names: Iterable[str], patterns: Any) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(printable, names[:_SHOWN])) + more
+    return first_of([*map(printable, names)], _SHOWN)

@@ -167,13 +167,17 @@ def fsdp_state(module: nn.Module) -> Any:
     return None if find is None else find()
 
 
+def fsdp_groups(state: Any) -> list[Any]:
+    """Of parameters, in what `fully_shard` keeps: newer ones have several."""
+    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
+
+
 def check_sharded(model: Any, *, traced: bool) -> None:
     """A pipeline calls layers, and never the model: what `fully_shard` does when that is called is never done."""
     if not isinstance(model, nn.Module):
         return
-    state = fsdp_state(model)
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    count = sum(len(group.fsdp_params) for group in groups if group is not None)
+    count = sum(len(group.fsdp_params) for group in fsdp_groups(fsdp_state(model)))
     if traced and any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} is sharded by fully_shard, and a model that is traced can't be: give its layers "

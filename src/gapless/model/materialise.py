@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from gapless.errors import CheckpointError, ConfigError
+from gapless.errors import CheckpointError, ConfigError, first_of
 from gapless.guards.whole_model import EMPTY_WEIGHTS
 from gapless.slow_work import slow_work
 from gapless.stage.compiled import is_traced
@@ -69,7 +69,7 @@ def materialise(model: nn.Module, homes: Iterable[Home], device: torch.device, i
         _reset(model, owners, empty, device)
     known = _names(model)
     if forgotten := [known[key][0] for key, tensor in empty.items() if _is_marked(tensor)]:
-        raise EMPTY_WEIGHTS.refusal(f"init= left {_some(forgotten)} without values")
+        raise EMPTY_WEIGHTS.refusal(f"init= left {first_of(forgotten, _SHOWN)} without values")
 
 
 def homes_in(layers: Iterable[Any]) -> Iterator[Home]:
@@ -179,9 +179,9 @@ def _load(model: nn.Module, empty: Mapping[int, Tensor], device: torch.device, i
             done += tensor.nbytes
             tell(show_bytes(done))
     if wrong:
-        raise CheckpointError(f"the checkpoint has other shapes for {_some(wrong)}")
+        raise CheckpointError(f"the checkpoint has other shapes for {first_of(wrong, _SHOWN)}")
     if missing:
-        raise EMPTY_WEIGHTS.refusal(f"init= left {_some(missing)} without values")
+        raise EMPTY_WEIGHTS.refusal(f"init= left {first_of(missing, _SHOWN)} without values")
 
 
 def _opened(source: Any) -> Mapping[str, Tensor]:
@@ -203,12 +203,6 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     for name, tensor in named_tensors(model):
         known.setdefault(id(tensor), []).append(name)
     return known
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _mark(dtype: torch.dtype) -> Any:

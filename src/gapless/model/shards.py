@@ -90,17 +90,21 @@ class Shards(Mapping[str, Tensor]):
 def read(stored: StoredTensor) -> Tensor:
     """In memory of its own."""
     made = torch.empty(stored.shape, dtype=stored.dtype)
-    left = memory_of(made)
     try:
         with open(stored.file, "rb", buffering=0) as file:
-            file.seek(stored.begin)
-            while left and (count := file.readinto(left[:_AT_ONCE])):
-                left = left[count:]
+            if not is_filled(memory_of(made), file, stored.begin):
+                raise _cut_off(stored.file)
     except OSError as error:
         raise _unread(stored.file, error) from None
-    if left:
-        raise _cut_off(stored.file)
     return made
+
+
+def is_filled(memory: memoryview, file: Any, begin: int) -> bool:
+    """Reads it from an open file, beginning there. False where that ends too early."""
+    file.seek(begin)
+    while memory and (count := file.readinto(memory[:_AT_ONCE])):
+        memory = memory[count:]
+    return not memory
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -69,7 +69,7 @@ class Pipeline(HeldModel):
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
-    partition          layers per stage; by default balanced by parameters. A traced model is cut by estimated FLOPs
+    partition          layers per stage; by default balanced by parameters. A traced model is cut by estimated times
     replicas           only for pipedream, under a mesh with `pp` alone: how many ranks run each stage. They take turns
     costs              used by schedules that are made from costs, and to decide between a whole and a split backward
     memory_limit       for `auto`, `optimal` and offload="auto": the most a device may hold, in units of `activation`

@@ -12,7 +12,7 @@ the caller's batch leaves memory of the host, which the caller may overwrite as 
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +177,21 @@ def _moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) 
     if tensor.device == device:
         return tensor
     return marked_as(tensor.detach().to(device, non_blocking=non_blocking), tensor)
+
+
+def computed(tensors: Iterable[Tensor]) -> dict[torch.device, torch.cuda.Event]:
+    """When they are there: what the current streams have been given so far."""
+    gpus = {each.device for each in tensors if each.is_cuda}
+    return {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}
+
+
+def await_computed(tensors: Iterable[Tensor], when: Mapping[torch.device, torch.cuda.Event]) -> None:
+    """The current streams may read what other ones have computed."""
+    for gpu, event in when.items():
+        torch.cuda.current_stream(gpu).wait_event(event)
+    for each in tensors:
+        if each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))
 
 
 @contextlib.contextmanager

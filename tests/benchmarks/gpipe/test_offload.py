@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpipe.giants import transformer_profile
-from benchmarks.gpipe.offload import drawn, run, told
-from benchmarks.gpipe.offload_trial import GptOfAnyDepth, MemoryTrial
+from benchmarks.gpipe.offload import drawn, run, told, trained
+from benchmarks.peer.contest import Contest
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Host
@@ -32,10 +32,9 @@ def test_every_way_takes_a_model_at_least_as_large_as_the_one_before() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_ranks_train_what_is_planned_and_say_what_went_wrong(depth: int) -> None:
-    model = GptOfAnyDepth(width=64, tokens=16, samples=2, microbatches=4)
+    contest = Contest(devices=2, microbatches=4, kind="linear", size=64, samples=2, tokens=16)  # on the CPU
     profile = replace(transformer_profile(2, 2, 64, 16), host=Host(1e9))
     wanted = SearchOptions(schedules=["1f1b"], microbatches=4, mesh=Mesh(1, 2), offload="both")
     plan: Plan = search(profile, [Device()] * 2, wanted, 8).best
-    with MemoryTrial(model, depth, plan, 2**30) as trial:
-        reason = trial.reason()
+    reason = trained(contest, depth, plan, 2**30)
     assert (not reason) if depth == 2 else "layers" in reason  # the plan is for two

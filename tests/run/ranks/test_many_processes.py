@@ -402,6 +402,7 @@ def parts_of_a_model() -> None:
             pipe.step(x, y, scaler=object())
     _meta(mesh)
     _without_parameters(mesh)
+    _shared_buffers(mesh)
 
 
 def _meta(mesh: DeviceMesh) -> None:
@@ -425,6 +426,25 @@ def _without_parameters(mesh: DeviceMesh) -> None:
         optimizer.step()
         optimizer.zero_grad()
         pipe.clip_grad_norm_(1.0)
+
+
+def _shared_buffers(mesh: DeviceMesh) -> None:
+    """Buffers that stages of several ranks have were loaded on the first of these alone."""
+    norm, x = nn.BatchNorm1d(6, affine=False), torch.randn(4, 6)
+    model = nn.Sequential(norm, *mlp(8), norm)
+    plain = copy.deepcopy(model).eval()
+    plain[0].running_mean.copy_(torch.arange(6.0))  # type: ignore[operator]
+    with gapless.Pipeline(model, mesh=mesh, microbatches=1, loss=F.mse_loss) as pipe:
+        pipe.load_state_dict(plain.state_dict())
+        assert_same(pipe.evaluate(x, x).loss, F.mse_loss(plain(x), x).detach(), "loss")
+    model = nn.Sequential(*mlp(2), nn.BatchNorm1d(6, affine=False))
+    plain = copy.deepcopy(model).eval()
+    plain[-1].running_mean.copy_(torch.arange(6.0))  # type: ignore[operator]
+    layers: list[Any] = [*list(model)[:-1], lambda x: x - model[-1].running_mean]  # which is in the last stage
+    with gapless.Pipeline(model, layers=layers, mesh=mesh, microbatches=1, loss=F.mse_loss) as pipe:
+        pipe.load_state_dict(plain.state_dict())
+        expected = F.mse_loss(plain[:-1](x) - torch.arange(6.0), x)
+        assert_same(pipe.evaluate(x, x).loss, expected.detach(), "loss of a function")
 
 
 def test_each_rank_holds_its_part_of_the_model(launch: Launch) -> None:

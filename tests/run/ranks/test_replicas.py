@@ -1,5 +1,6 @@
 """Gradients of replicas, of every kind that torch makes: what they add up to is the plain loop's."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, PartitionError
+from gapless.run.ranks import replicas
 from tests.by_hand import loop
 from tests.pipelines import Own, assert_same
 from tests.run.forked import Launch
@@ -34,6 +36,26 @@ def close(ours: Tensor | None, theirs: Tensor | None, where: str) -> None:
 def plain_grads(layers: Sequence[nn.Module], x: Tensor, y: Tensor, replicas: int = 2) -> None:
     """Every microbatch by its share of all samples, on one device."""
     loop(nn.Sequential(*layers), x, y, 2 * replicas)
+
+
+def in_buckets() -> None:
+    """A stage of more bytes than a bucket has, as those of real models are."""
+    replicas._BUCKET_BYTES = 200
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    layers = [nn.Linear(6, 6) for _ in range(3)]
+    plain = copy.deepcopy(layers)
+    plain_grads(plain, x, y)
+    share = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    with pipeline(layers) as pipe:
+        pipe.step(x[share], y[share])
+    for number, (one, other) in enumerate(zip(layers, plain, strict=True)):
+        for name, each in one.named_parameters():
+            close(each.grad, other.get_parameter(name).grad, f"{number}.{name}")
+
+
+def test_a_stage_may_have_several_buckets(launch: Launch) -> None:
+    launch(in_buckets, 2)
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------

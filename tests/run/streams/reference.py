@@ -119,7 +119,8 @@ def _learnt(
 
 def _mean(came: Sequence[Grads]) -> Grads:
     """Of the gradients of each parameter."""
-    return [None if grads[0] is None else reduce(torch.add, grads) / len(came) for grads in zip(*came, strict=True)]
+    there = ([grad for grad in grads if grad is not None] for grads in zip(*came, strict=True))
+    return [reduce(torch.add, grads) / len(came) if grads else None for grads in there]
 
 
 def _set(group: Sequence[nn.Parameter], values: Sequence[Tensor], grads: Grads | None = None) -> None:

@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from gapless.errors import ConfigError
+import gapless
 from gapless.run.streams.nesterov import DelayedNesterov
 
 
@@ -92,15 +92,13 @@ def test_it_is_set_up_as_the_paper_s_authors_do() -> None:
 
 
 def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:
-    dense, table = weight(), nn.Embedding(4, 2, sparse=True)
-    groups: list[dict[str, Any]] = [{"params": [dense]}, {"params": table.parameters()}]
-    optimizer = DelayedNesterov(groups, lr=0.01)
-    dense.grad = torch.ones_like(dense)
-    table(torch.tensor([1, 3])).sum().backward()
-    with pytest.raises(ConfigError) as caught:
-        optimizer.step()
-    assert str(caught.value) == (
-        "the gradient of a parameter of shape (4, 2) is sparse, which correction='nesterov' does not support: make the "
-        "embedding with sparse=False"
-    )
-    assert dense.item() == 0.3
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    before = [each.detach().clone() for each in model[0].parameters()]
+    with (
+        gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe,
+        pytest.raises(gapless.GaplessError) as caught,
+        pipe.stream(correction="nesterov", lr=0.01) as stream,
+    ):
+        list(stream.run([(torch.tensor([1, 3]), torch.ones(2, 1))]))
+    assert str(caught.value) == "a gradient at stage 0 is sparse, which a stream can't take: use sparse=False"
+    assert all(map(torch.equal, model[0].parameters(), before))

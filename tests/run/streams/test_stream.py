@@ -57,10 +57,24 @@ class Block(nn.Module):
         return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
 
 
+class Sometimes(nn.Module):
+    """Uses its weights for some minibatches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if x[0, 0] > 0 else x
+
+
 def make(kind: str, layers: int = 8) -> nn.Sequential:
     torch.manual_seed(1)
-    if kind == "linear":
-        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+    if kind in ("linear", "sometimes", "frozen"):
+        made = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+        made[1] = Sometimes() if kind == "sometimes" else made[1]
+        made[layers // 2 :].requires_grad_(kind != "frozen")
+        return made
     return nn.Sequential(*(Block(0.2 if kind == "dropout" else 0.0) for _ in range(layers)))
 
 

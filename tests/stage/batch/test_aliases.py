@@ -5,6 +5,7 @@ plain loop. Each came as a tensor of its own.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +126,49 @@ def test_memory_that_can_not_be_shared_is_refused() -> None:
         pytest.raises(ConfigError, match=r"shapes \(2, 6\) and \(2, 6\) that share memory.*clone\(\) one of them"),
     ):
         pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+
+
+def views_of(rng: random.Random, h: Tensor) -> list[Tensor]:
+    """Views of a tensor and of each other, none of which leaves anything out, in any order."""
+    made = [h]
+    for _ in range(rng.randint(2, 4)):
+        one = rng.choice(made)
+        way = rng.choice(["same", "flat", "turned", "back"])
+        if way == "same":
+            made.append(one.view(one.shape))
+        elif way == "flat" and one.is_contiguous():
+            made.append(one.view(-1, WIDTH))
+        elif way == "turned":
+            made.append(one.transpose(-1, -2))
+        else:
+            made.append(one.transpose(0, -1).transpose(0, -1))
+    handed = rng.sample(made, rng.randint(2, len(made)))
+    return handed if rng.random() < 0.5 else [each for each in handed if each is not h] or [h]
+
+
+@pytest.mark.parametrize("seed", [*range(20), 60, 94, 105, 148])
+def test_gradients_of_views_meet_in_the_same_order_and_layout_as_in_plain_training(seed: int) -> None:
+    """Where they met at another tensor, the sum had another layout, and products of it other bits."""
+    layouts: list[list[Any]] = []
+
+    def make() -> list[Any]:
+        layouts.append([])
+        noted = layouts[-1]
+
+        def hand_on(part: nn.Module, x: Tensor) -> Any:
+            h = part(x) * 1.5
+            h.register_hook(lambda grad: noted.append(grad.stride()))
+            return views_of(random.Random(seed), h)
+
+        def used(part: nn.Module, handed: list[Tensor]) -> Tensor:
+            rng, sums = random.Random(seed), torch.zeros(())
+            for view in rng.sample(handed, len(handed)):
+                turned = view.transpose(-1, -2) if rng.random() < 0.5 else view
+                sums = sums + torch.tanh(turned @ torch.linspace(-1, 1, turned.shape[-1])).sum() * rng.random()
+            return part(handed[0].reshape(-1, 4, WIDTH) * sums)  # type: ignore[no-any-return]
+
+        return [linear(), Do(hand_on, linear()), Do(used, linear()), linear()]
+
+    assert_exact(make, schedule="1f1b", partition=[2, 2])
+    ours, plain = layouts
+    assert sorted(ours) == sorted(plain)

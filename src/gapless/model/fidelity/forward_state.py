@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.stage.guards.state.held_objects import Seen, can_be_seen
-from gapless.stage.guards.state.reachable_state import named, reached
+from gapless.stage.guards.state.reachable_state import Walk, named
 from gapless.stage.guards.state.state_notes import OWN, Fields, Note, content_of, holds_tensors, write
 
 from . import thread_patches
@@ -40,8 +40,8 @@ class ForwardState:
     @contextlib.contextmanager
     def put_back(self, model: nn.Module) -> Iterator[None]:
         """Around the forward of a model: what that changes is noted, and put back."""
-        held = [each for each in reached(named([model])) if not isinstance(each[0], Tensor)]
-        found = [Seen(*each) for each in held if can_be_seen(each[0])]
+        held = [each for _, *each in Walk(named([model]), follows=False).held()]
+        found = [Seen(*each) for each in held if not isinstance(each[0], Tensor | None) and can_be_seen(each[0])]
         try:
             with (
                 thread_patches.instead(nn.Module, "__setattr__", self._set),

@@ -34,8 +34,7 @@ def as_called(model: nn.Module) -> Iterator[None]:
         library = sys.modules.get("transformers.utils.import_utils")
         if hasattr(library, "is_fake_tensor"):
             stack.enter_context(instead(library, "is_fake_tensor", lambda *_: False))
-        if hasattr(torch, "_grouped_mm"):
-            stack.enter_context(instead(torch, "_grouped_mm", traceable_mm))
+        stack.enter_context(instead(torch, "_grouped_mm", traceable_mm))
         stack.callback(model.register_forward_hook(lambda *call: _without_caches(call[-1])).remove)
         yield
 

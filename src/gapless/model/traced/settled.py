@@ -18,6 +18,7 @@ from gapless.errors import GaplessError, PartitionError
 from gapless.guards.whole_model import TRACED_STATE
 from gapless.model.fidelity.forward_state import Attribute, Changed, ForwardState
 from gapless.model.fidelity.second_run import same_graph
+from gapless.stage.guards.state.state_notes import Entries
 
 from .trace import Trace
 
@@ -64,7 +65,8 @@ def _check_for_these_sizes(model: nn.Module, flat: list[Any], spec: pytree.TreeS
     names = [each.before.path for each in changed] + [_path(model, each) for each in state.made_once]
     if not all(each.can_stay() for each in changed) or any(each is None for each in state.constants.values()):
         raise _kept(model, names[0])
-    before = {(module, name): module.__dict__.get(name, _MISSING) for module, name in state.constants}
+    places = [Entries(module.__dict__, [name]) for module, name in state.constants]
+    before = [each.read() for each in places]
     try:
         for each in changed:
             each.set_again()
@@ -74,14 +76,8 @@ def _check_for_these_sizes(model: nn.Module, flat: list[Any], spec: pytree.TreeS
     finally:
         for each in changed:
             each.put_back()
-        for (module, name), value in before.items():
-            if value is _MISSING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
-
-
-_MISSING: Any = object()
+        for place, content in zip(places, before, strict=True):
+            place.write(content)
 
 
 def _again(

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
+from gapless.checkpoint.disk import Disk, write_synced
 from gapless.checkpoint.export import PLAIN, in_shards, index_of
 from gapless.checkpoint.pieces import TensorPart, piece_of, write_file
-from gapless.checkpoint.save import folder_of, met, remove_if_there
+from gapless.checkpoint.save import folder_of, met, staged
 from gapless.errors import CheckpointError, ConfigError, printable
 from gapless.model.shards import FILE, INDEX
 from gapless.run.world import Gathering
@@ -83,11 +83,7 @@ def _as_saved(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, TensorPa
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise CheckpointError(f"{printable(str(folder))} is there already: save to a new folder")
-    make_folders(disk, folder.parent)
-    staging = folder.with_name(aside(folder.name))
-    disk.make_folder(staging)
-    cleanup.callback(remove_if_there, disk, staging)
-    return staging
+    return staged(disk, folder, cleanup)
 
 
 def _finish(disk: Disk, staging: Path, folder: Path, model: Any, files: Mapping[str, Mapping[str, int]]) -> None:

@@ -3,7 +3,7 @@ as they are written, and as they come back.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gapless.checkpoint.contents import Contents
 from gapless.checkpoint.random_state import random_state, set_random_state
 from gapless.checkpoint.saveable import Opened
-from gapless.errors import CheckpointError, printable
+from gapless.errors import CheckpointError, first_of, printable
 from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.model.shards import DTYPES
 from gapless.pipeline.options import Options
@@ -65,9 +65,10 @@ class SavedModel(NamedTuple):
                 "microbatches": self.options.microbatches,
             }
         )
-        made.add("model", self.world.state(self.staged.module, whole=False))
+        state = self.world.state(self.staged.module, whole=False)
+        made.add("model", state, _untrained(self.staged.module, state))
         if self.loss is not None and self.staged.has_last:
-            made.add("loss", self.loss.state_dict())
+            made.add("loss", self.loss.state_dict(), _untrained(self.loss, self.loss.state_dict()))
         if (config := _config(self.staged.module)) is not None:
             made.add("config", config)
         made.add("random", {str(gathering.place): random_state()})
@@ -116,6 +117,12 @@ class SavedModel(NamedTuple):
         return opened.decoded(saved.get(str(first), saved["0"]))
 
 
+def _untrained(module: nn.Module, state: Iterable[str]) -> list[str]:
+    """Buffers and the like, of which each replica has its own."""
+    trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return [name for name in state if name not in trained]
+
+
 def _config(module: nn.Module) -> str | None:
     """Of a model of Hugging Face's, so that an export has all that `from_pretrained` needs."""
     written = getattr(getattr(module, "config", None), "to_json_string", None)
@@ -125,10 +132,11 @@ def _config(module: nn.Module) -> str | None:
 def _read(opened: Opened, part: str, known: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a module: all of it is `known`, and what is `here` is read."""
     saved = opened.tree(part) or {}
-    wrong = [
-        *_listed("it has no", [name for name in known if name not in saved], part),
-        *_listed("it has", [name for name in saved if name not in known], part, f", which the {part} has not"),
-    ]
+    wrong = []
+    if lacks := [name for name in known if name not in saved]:
+        wrong.append(f"it has no {first_of(lacks, _MOST_SHOWN, 'others')}")
+    if others := [name for name in saved if name not in known]:
+        wrong.append(f"it has {first_of(others, _MOST_SHOWN, 'others')}, which the {part} has not")
     for name, own in known.items():
         entry = opened.entry(saved.get(name))
         if entry is not None and isinstance(own, Tensor):
@@ -151,10 +159,3 @@ def _read(opened: Opened, part: str, known: Mapping[str, Any], here: Mapping[str
             read[key] = opened.decoded(saved[name], own if hasattr(own, "device_mesh") else None)
         made[name] = read[key]
     return made  # type: ignore[no-any-return]
-
-
-def _listed(words: str, names: Sequence[str], part: str, rest: str = "") -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _MOST_SHOWN} others" if len(names) > _MOST_SHOWN else ""
-    return [f"{words} {', '.join(names[:_MOST_SHOWN])}{more}{rest}"]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.run.channels import StoppedError
+from gapless.run.lanes import await_computed, computed
 from gapless.run.overlap.verdict import Check, Findings, Verdict
 
 
@@ -55,19 +56,24 @@ class NoticeBoard:
 
 
 class ThreadCourt:
-    """The devices of one process."""
+    """The devices of one process. On GPUs, each reads what others have computed only when it is there."""
 
     def __init__(self, check: Check, devices: int, board: NoticeBoard) -> None:
         self.check, self._devices, self._board = check, devices, board
 
     def tell(self, step: int, norms: Mapping[int, Tensor], told: Findings) -> None:
-        by_device = self._board.add(("norms", step), (norms, told))
+        by_device = self._board.add(("norms", step), (norms, told, computed(norms.values())))
         if len(by_device) == self._devices:
-            found = {number: norm for each, _ in by_device for number, norm in each.items()}
-            together = Findings(*map(any, zip(*(each for _, each in by_device), strict=True)))
+            found: dict[int, Tensor] = {}
+            for each, _, when in by_device:
+                await_computed(each.values(), when)
+                found |= each
+            together = Findings(*map(any, zip(*(each for _, each, _ in by_device), strict=True)))
             verdict = self.check.verdict([found[number] for number in sorted(found)], together)
-            self._board.post(("verdict", step), verdict)
+            self._board.post(("verdict", step), (verdict, computed(verdict.tensors)))
 
     def verdict(self, step: int) -> Verdict:
-        found: Verdict = self._board.wait(("verdict", step))
+        found: Verdict
+        found, when = self._board.wait(("verdict", step))
+        await_computed(found.tensors, when)
         return found

@@ -10,18 +10,19 @@ What a user may see or set, the optimizer's groups and its scheduler, only the c
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gapless.errors import TransportError, note_place
 from gapless.run.channels import StoppedError
 from gapless.run.execute import measured, place_of
-from gapless.run.lanes import fenced
+from gapless.run.lanes import await_computed, computed, fenced
 from gapless.run.one_process import OneProcess
 from gapless.run.overlap.notice_board import NoticeBoard, ThreadCourt
 from gapless.run.overlap.optimizer_part import Setting
@@ -50,6 +51,7 @@ class HandedStep:
     state: CallerState = field(default_factory=CallerState)
     weights: tuple[float, ...] = ()
     losses: tuple[Tensor, ...] | None = None
+    computed: Mapping[torch.device, torch.cuda.Event] = field(default_factory=dict)  # when the losses are there
     ended: threading.Event = field(default_factory=threading.Event)  # losses are there, or never will be
 
 
@@ -57,8 +59,9 @@ class ThreadSteps:
     """All devices of a process. `settled` is called, in the caller's thread, for each step when it is."""
 
     def __init__(self, world: OneProcess, check: Check, settled: Settled) -> None:
-        self._world, self._check, self._settled = world, check, settled
+        self._world, self._settled = world, settled
         self._board = NoticeBoard()
+        self._court = ThreadCourt(check, len(world.here), self._board)
         self.devices: Sequence[PartUpdates] = ()
         self._ties: list[list[Tie]] = []  # by device, those whose gradients are added there
         self._jobs: list[HandedStep] = []  # that are not settled, in order
@@ -68,7 +71,7 @@ class ThreadSteps:
 
     def adopt(self, make: Callable[[Court], Sequence[PartUpdates]], homes: Sequence[int], parameters: int) -> None:
         """Stages are new, and nothing is under way. `homes`: the device of each."""
-        self.devices = make(ThreadCourt(self._check, len(self._world.here), self._board))
+        self.devices = make(self._court)
         self._ties = [[tie for tie in self._world.ties if homes[tie.stages[0]] == each] for each in self._world.here]
 
     @property
@@ -102,6 +105,8 @@ class ThreadSteps:
         job.ended.wait()
         if job.losses is None:
             raise StoppedError
+        outputs = (each for each in pytree.tree_leaves(job.program.batch.outputs) if isinstance(each, Tensor))
+        await_computed((*job.losses, *outputs), job.computed)
         return Ran(job.losses, job.weights)
 
     def settle(self) -> None:
@@ -127,7 +132,7 @@ class ThreadSteps:
         self._over(job)
 
     def _over(self, job: HandedStep) -> None:
-        verdict = self._board.wait(("verdict", job.step)) if job.updates else None
+        verdict = self._court.verdict(job.step) if job.updates else None
         self._settled(job.step, verdict, _timeline(job))
         for each in self.devices:
             each.forget(job.step)
@@ -227,7 +232,7 @@ class ThreadSteps:
                 raise StoppedError
             call()
             if row[position] == job.told_at:
-                job.losses = program.losses
+                job.losses, job.computed = program.losses, computed(program.losses)
                 job.ended.set()
         for tie in self._ties[device]:
             tie.end()

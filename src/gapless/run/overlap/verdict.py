@@ -27,6 +27,10 @@ class Verdict(NamedTuple):
     overflowed: bool = False  # scaled gradients are not finite
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in (self.total, self.factor) if each is not None]
+
+    @property
     def stands(self) -> bool:
         """A step that was made with the gradients as they are is right."""
         return self.factor is None and not self.skips

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, GaplessError, TransportError
+from gapless.errors import ConfigError, GaplessError, TransportError, first_of
 from gapless.guards.between_ranks import SAME_WEIGHTS
 from gapless.run.program import Program
 from gapless.run.ranks.fingerprints import differ, fault_of_batches, fingerprints, is_compared, row_of, saved_tensors
@@ -98,9 +98,8 @@ class Consistency:
         if not untouched:
             return None
         one, other = (self._position.pp_ranks[device] for device in self._unequal[untouched[0]])
-        more = f" and {len(untouched) - _MOST_NAMED} more" if len(untouched) > _MOST_NAMED else ""
         return SAME_WEIGHTS.refusal(
-            f"the ranks do not start with the same weights: {', '.join(untouched[:_MOST_NAMED])}{more} differ between "
+            f"the ranks do not start with the same weights: {first_of(untouched, _MOST_NAMED)} differ between "
             f"rank {one} and rank {other}"
         )
 

@@ -16,7 +16,7 @@ from gapless.run.ranks.replicas import Shares, gathered
 from gapless.schedule.action import Action
 from gapless.schedule.asynchronous.verdicts import losses_at
 
-KIND = "loss"  # of the channels they go through
+_KIND = "loss"  # of the channels they go through
 
 
 class Losses:
@@ -43,7 +43,7 @@ class Losses:
         together: list[Any] = [torch.stack(list(losses)) if len(losses) else None, *self._changed()]
         for device in range(self._position.num_devices):
             if device != self._position.device:
-                self._links.outgoing(device, KIND).hand(together)
+                self._links.outgoing(device, _KIND).hand(together)
 
     def _changed(self) -> list[tuple[int, Tensor]]:
         """Buffers of the loss that its forwards have moved since the last time."""
@@ -57,7 +57,7 @@ class Losses:
         position, schedule, losses = self._position, program.schedule, program.losses
         owner = schedule.placement.device(schedule.num_stages - 1, 0)
         if owner != position.device:
-            together, *changed = self._links.incoming(owner, KIND).get()
+            together, *changed = self._links.incoming(owner, _KIND).get()
             losses = together.to(position.torch_device).unbind() if together is not None else ()
             with torch.no_grad():
                 for number, value in changed:
@@ -66,7 +66,7 @@ class Losses:
             self.send(losses)
         if isinstance(weights, Shares):
             rows = weights.everywhere()  # which says whether all replicas are in the same call
-        if isinstance(weights, Shares) and losses:
-            losses = gathered(self._replicas, losses, [len(row) for row in rows], position.torch_device)
-            weights = [weight for row in rows for weight in row]
+            if losses:
+                losses = gathered(self._replicas, losses, [len(row) for row in rows], position.torch_device)
+                weights = [weight for row in rows for weight in row]
         return losses, weights

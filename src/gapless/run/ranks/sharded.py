@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from gapless.model.layers import fsdp_groups
 from gapless.stage.stage import Stage
 
 
@@ -41,14 +42,14 @@ class Sharded:
             root = module._get_fsdp_state()
             if root._is_root:
                 for state in root._state_ctx.all_states:
-                    for group in _groups(state):
+                    for group in fsdp_groups(state):
                         group.post_backward()
                 root._root_post_backward_final_callback()
 
     def drop(self) -> None:
         """Gradients that were kept whole are not wanted any more."""
         for module in chain(*self._modules.values()):
-            for group in _groups(module._get_fsdp_state()):
+            for group in fsdp_groups(module._get_fsdp_state()):
                 for parameter in group.fsdp_params:
                     if "unsharded_accumulated_grad" in vars(parameter):  # newer ones have all in the `.grad` below
                         parameter.unsharded_accumulated_grad = None
@@ -65,12 +66,6 @@ def _set(module: Any, *, at_the_end: bool) -> None:
     module.set_is_last_backward(at_the_end)
     module.set_reshard_after_backward(at_the_end, recurse=False)
     module.set_requires_gradient_sync(at_the_end, recurse=False)
-
-
-def _groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    one = getattr(state, "_fsdp_param_group", None) if several is None else None
-    return list(several) if several is not None else [] if one is None else [one]
 
 
 def _sharded(stage: Stage) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gapless.model.uses import Uses
 from gapless.run.clip import unsharded
 from gapless.run.world import Parts
+from gapless.stage.guards.changing_buffers import owned_by
 
 Home = Callable[[Tensor], int]
 
@@ -113,17 +114,25 @@ class Homes:
     def find_buffers(self) -> None:
         """Modules may have made new ones, and dropped others."""
         self._buffers = {}
-        for stage, layers in enumerate(self._parts):
-            modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
-            for buffer in (each for module in modules for each in module._buffers.values() if each is not None):
-                self._buffers.setdefault(buffer, [stage])
+        modules = [[layer for layer in layers if isinstance(layer, nn.Module)] for layers in self._parts]
+        for stage, layers in enumerate(modules):
+            for module, name in (each for layer in layers for each in owned_by(layer)):
+                if (buffer := module._buffers.get(name)) is not None:
+                    stages = self._buffers.setdefault(buffer, [])
+                    stages += [] if stage in stages else [stage]
+        for stage, layers in enumerate(modules):  # and what no graph uses yet
+            for buffer in (each for layer in layers for part in layer.modules() for each in part._buffers.values()):
+                if buffer is not None:
+                    self._buffers.setdefault(buffer, [stage])
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a stage of this device uses it."""
+        """Whether a stage of this device uses it, or may: a layer that is a function may use any buffer."""
         if not self.known:
             return True
         stages = self._stages(tensor)
-        return self._device == 0 if stages is None else any(self._device in self._cycles[s] for s in stages)
+        if stages is None:
+            return self._device == 0 or not (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+        return any(self._device in self._cycles[stage] for stage in stages)
 
     def home(self, tensor: Tensor) -> int:
         """The device that answers for it, if several hold it."""

@@ -5,22 +5,13 @@ nothing of them, and then neither do the buffers.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gapless.stage.guards.changing_buffers import Owned, owned_by
-
-
-class _Copy(NamedTuple):
-    value: Tensor
-    version: int
-    numbers: Tensor
-
-    def is_changed(self, now: Tensor | None) -> bool:
-        return now is not self.value or self.value._version != self.version
+from gapless.stage.guards.changing_buffers import Copy, Owned, copied, owned_by
 
 
 class BufferRollback:
@@ -30,8 +21,8 @@ class BufferRollback:
 
     def __init__(self) -> None:
         self._owned: list[Owned] = []
-        self._last: dict[Owned, _Copy] = {}
-        self._before: dict[int, dict[Owned, _Copy]] = {}
+        self._last: dict[Owned, Copy] = {}
+        self._before: dict[int, dict[Owned, Copy]] = {}
 
     def begin(self, layers: Iterable[Any]) -> None:
         """A flow starts, with these."""
@@ -46,8 +37,8 @@ class BufferRollback:
             if value is None:
                 continue
             # The kernel of a batch norm changes them without telling.
-            if last is None or isinstance(module, _BatchNorm) or last.is_changed(value):
-                last = _Copy(value, value._version, value.detach().clone())
+            if last is None or isinstance(module, _BatchNorm) or last.is_changed(by_value=False):
+                last = copied(module, name, value)
             found[module, name] = last
         self._before[minibatch], self._last = found, found
 
@@ -59,7 +50,7 @@ class BufferRollback:
         """It is dropped, and so are those after it."""
         with torch.no_grad():
             for (module, name), each in self._before.get(minibatch, {}).items():
-                if isinstance(module, _BatchNorm) or each.is_changed(module._buffers.get(name)):
+                if isinstance(module, _BatchNorm) or each.is_changed(by_value=False):
                     module._buffers[name] = each.value
                     each.value.copy_(each.numbers)
         self.clear()

@@ -23,9 +23,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gapless.errors import ConfigError
 
 
-def predicted(parameter: Tensor, optimizer: Optimizer, updates: int) -> Tensor:
-    """What `parameter` is expected to be after so many more updates: p - (updates * lr) * d, in this order of
-    operations, a tensor of its own; parameter and optimizer stay as they are.
+def predictions(optimizer: Optimizer, updates: int) -> dict[Tensor, Tensor]:
+    """What each parameter of the optimizer is expected to be after so many more updates: p - (updates * lr) * d, in
+    this order of operations, a tensor of its own; parameters and optimizer stay as they are.
 
     SpecTrain (Chen, Yang and Cheng, arXiv 1809.02839) predicts W - s * lr * v, with v the smoothed gradient of SGD with
     momentum. Here the smoothed direction d is, with the learning rate of the parameter's own group,
@@ -36,19 +36,11 @@ def predicted(parameter: Tensor, optimizer: Optimizer, updates: int) -> Tensor:
                         amsgrad v is the largest so far. The decay of AdamW is left out, that of Adam is part of m.
 
     Under maximize=True torch keeps m and the buffer of the negated gradient, so the signs hold. Before the first
-    update there is no direction, and the parameter is its own prediction; so is one that the optimizer does not hold.
-    """
-    for group in optimizer.param_groups:
-        if any(each is parameter for each in group["params"]):
-            ahead = _ahead(parameter, optimizer, group, updates)
-            return parameter.detach().clone() if ahead is None else ahead
-    return parameter.detach().clone()
+    update there is no direction.
 
-
-def predictions(optimizer: Optimizer, updates: int) -> dict[Tensor, Tensor]:
-    """What `predicted` says of every parameter of the optimizer, without those that stay what they are: a version of
-    the weights may share these. Asked right after the update that made a version (and after the scheduler, for the lr
-    of the next), it is the prediction for that version, whatever is updated before its forwards run.
+    Those that stay what they are are left out: a version of the weights may share them. Asked right after the update
+    that made a version (and after the scheduler, for the lr of the next), it is the prediction for that version,
+    whatever is updated before its forwards run.
     """
     found = (
         (parameter, _ahead(parameter, optimizer, group, updates))

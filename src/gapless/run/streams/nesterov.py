@@ -20,11 +20,8 @@ corrects the bias of m and v, at c = 0.99 and with the weight decay decoupled; s
 
 from typing import Any
 
-from torch import Tensor
-from torch.optim import NAdam, Optimizer
+from torch.optim import NAdam
 from torch.optim.optimizer import ParamsT
-
-from gapless.errors import ConfigError
 
 
 class DelayedNesterov(NAdam):
@@ -35,34 +32,6 @@ class DelayedNesterov(NAdam):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 3e-4,
-        betas: tuple[float, float] = (0.99, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        momentum_decay: float = 4e-3,
+        self, params: ParamsT, lr: float = 3e-4, betas: tuple[float, float] = (0.99, 0.999), **options: Any
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay=True)
-        self.register_step_pre_hook(_refuse_sparse)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch gives what it loads the type of the parameter, the product of all momenta so far too: in bfloat16 that
-        is another number, and the run would go on with other bits.
-        """
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"]:
-                    self.state[parameter]["mu_product"] = state_dict["state"][key]["mu_product"].clone()
-
-
-def _refuse_sparse(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before anything moves: torch would have updated the groups before the one that it refuses."""
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for parameter in held:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ConfigError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which correction='nesterov' "
-                "does not support: make the embedding with sparse=False"
-            )
+        super().__init__(params, lr, betas, **{"weight_decay": 0.01, "decoupled_weight_decay": True, **options})

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from gapless.run.lanes import CudaLane, Parcel
@@ -168,9 +167,7 @@ class RankNeighbours:
         part = self._parts.get()
         if isinstance(part, End) or not isinstance(self._lane, CudaLane):
             return part
-        inputs = self._lane.unpack(Parcel(part.inputs, part.event, borrowed=True)) if self._first else None
-        target = self._lane.unpack(Parcel(part.target, part.event, borrowed=True)) if self._last else None
-        return Fed(inputs, target, part.weight)
+        return part.unpacked(self._lane, first=self._first, last=self._last)
 
     def next_activation(self) -> Any:
         return self._next(next(self._sources))
@@ -218,8 +215,6 @@ class RankNeighbours:
                 outgoing.hand(_END)
 
     def say(self, minibatch: int, loss: Tensor) -> None:
-        if loss.is_cuda:
-            torch.cuda.current_stream(loss.device).synchronize()
         self._said.put((minibatch, loss))
         self._tell([loss.detach()])
 

@@ -16,33 +16,31 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.guards.between_ranks import SAME_CALLS
-from gapless.run.lanes import CudaLane
 from gapless.run.ranks.many_processes import ManyProcesses
 from gapless.run.ranks.watch.blame import in_short, is_lost
 from gapless.run.ranks.wire.call_stamp import differences
 from gapless.run.ranks.wire.channel import PASSED
 from gapless.run.streams.rank_neighbours import BatchComparison, RankNeighbours
 from gapless.run.streams.stage_replicas import NoReplicas, ReplicasByGroup, ReplicasInTurns, StageReplicas
-from gapless.run.streams.stream_device import END, End, Fed, StreamDevice
-from gapless.run.streams.stream_runner import Said, Stopped
+from gapless.run.streams.stream_device import End, Fed, StreamDevice
+from gapless.run.streams.stream_runner import Said, Stopped, StreamRunner
 from gapless.run.thread_state import CallerState
 from gapless.schedule.placement import Placement
 
 _LOG = logging.getLogger("gapless")
 
 
-class RankRunner:
+class RankRunner(StreamRunner):
     """Runs the device of this rank, and hears the losses from the last one."""
 
     def __init__(self, world: ManyProcesses, placement: Placement) -> None:
+        super().__init__([world.lane], world.team)
         self._world, self._position, self._watch = world, world.position, world.watch
         self._parts: queue.SimpleQueue[Fed | End] = queue.SimpleQueue()
-        self.said: Said = queue.SimpleQueue()
         self._placement, here = placement, self._position.device
         self._cycle = placement.cycles[placement.stages[here][0]]
         self._last = placement.cycles[-1]
@@ -91,8 +89,6 @@ class RankRunner:
         self._fed = device.at
         self._neighbours.begin(device)
         self._batches.begin(device.at, device.rule.origin[0])
-        if isinstance(lane, CudaLane):
-            lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
         listening = threading.Thread(target=self._listen, args=(device,), name="gapless losses", daemon=True)
 
         def run() -> None:
@@ -107,8 +103,7 @@ class RankRunner:
                 self.said.put((-1, None))
 
         self._watch.roll.begin()
-        self._world.team.flows = True
-        self._world.team.begin([run], lambda: self.feed(END))
+        self._begin([run])
         self._watch.whereabouts.call = ""  # the caller goes its way
 
     def _listen(self, device: StreamDevice) -> None:
@@ -157,7 +152,7 @@ class RankRunner:
             raise SystemExit(0)
         self._watch.whereabouts.call = "in a stream"
         try:
-            return self.said.get()
+            return super().hear()
         finally:
             self._watch.whereabouts.call = ""
 
@@ -165,10 +160,7 @@ class RankRunner:
         """Waits for the end of the device, and of those of all ranks."""
         assert self._device is not None
         self._watch.whereabouts.call = "draining its stream"
-        self._world.team.finish()
-        self._world.team.flows = False
-        if isinstance(lane := self._world.lane, CudaLane):
-            torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
+        self._end()
         if self._device.failure is not None:
             error = self._device.failure[1]
             if self._is_lost(error):
@@ -198,9 +190,13 @@ class RankRunner:
         news = self._watch.news
         gone = news is not None and news.kind in ("dead", "silent")
         known, devices = self._watch.tally.known(len(self._ranks) - gone), self._placement.stages
-        torn = {self._rank} if self._device.is_torn else set()
         return [
-            Stopped(devices[place % len(devices)][0], rank, known.get(rank), is_torn=rank in torn)
+            Stopped(
+                devices[place % len(devices)][0],
+                rank,
+                known.get(rank),
+                is_torn=rank == self._rank and self._device.is_torn,
+            )
             for place, rank in enumerate(self._ranks)
         ]
 

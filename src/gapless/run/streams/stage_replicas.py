@@ -26,7 +26,6 @@ from torch import Tensor
 
 from gapless.run.ranks.wire.groups import of_each
 
-_SMALL = 64 << 10  # bytes that are sent whole, since a second message takes longer than they do
 _KIND = "update"  # of the channels between replicas
 
 Grads = Sequence[Tensor | None]
@@ -115,7 +114,6 @@ class ReplicasInTurns(_FlatGradients):
     def __init__(self, links: Any, devices: Sequence[int], place: int, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters)
         self._links, self._devices, self._place = links, devices, place
-        self._in_parts = sum(each.num_bytes for each in self._flats) > _SMALL
 
     def meet(self, own: Grads | None, *, ends: bool) -> Round:
         head, mine = self._head(own, ends=ends), [] if own is None else [each.joined(own) for each in self._flats]
@@ -124,16 +122,14 @@ class ReplicasInTurns(_FlatGradients):
         whole = len(came) == len(rows)
         if not came or not (whole or all(row[0][1] for row in rows)):
             return Round(None, True, len(came))
-        means = self._mean(came, self._spans(self._place))
-        if self._in_parts:
-            rows = self._exchanged([means] * len(self._devices))
-            means = [torch.cat([row[place] for row in rows]) for place in range(len(means))]
+        parts = self._exchanged([self._mean(came, self._spans(self._place))] * len(self._devices))
+        means = [torch.cat(each) for each in zip(*parts, strict=True)]
         return Round(self._apart(means, [row[0] for row in came]), not whole, 0 if whole else len(came))
 
     def _spans(self, place: int) -> list[tuple[int, int]]:
-        """What the replica in this place adds up; each of them everything, where that is little."""
+        """What the replica in this place adds up."""
         count, sizes = len(self._devices), [flat.size for flat in self._flats]
-        return [(size * place // count, size * (place + 1) // count) if self._in_parts else (0, size) for size in sizes]
+        return [(size * place // count, size * (place + 1) // count) for size in sizes]
 
     def _parts(self, tensors: Sequence[Tensor], place: int) -> list[Tensor]:
         return [each[start:end] for each, (start, end) in zip(tensors, self._spans(place), strict=False)]
@@ -154,7 +150,6 @@ class _Flat:
         self._parameters = parameters
         self._bounds = [0, *accumulate(each.numel() for _, each in parameters)]
         self.size = self._bounds[-1]
-        self.num_bytes = self.size * parameters[0][1].element_size()
 
     def joined(self, grads: Grads) -> Tensor:
         """On the CPU; zeros for what is not there."""
@@ -167,7 +162,7 @@ class _Flat:
         """Of what came, in its order, within a span of the row."""
         total = rows[0].clone()
         numbers = [number for number, _ in self._parameters]
-        if all(row[number] for row in there for number in numbers):
+        if all(row[number] for row in there for number in numbers):  # a few large sums take less than many small ones
             for row in rows[1:]:
                 total.add_(row)
             return total.div_(len(rows))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gapless.errors import note_place
 from gapless.guards.between_ranks import STREAM_WEIGHTS
+from gapless.run.lanes import Lane, Parcel
 from gapless.run.streams.buffer_rollback import BufferRollback
 from gapless.run.streams.stage_replicas import Grads, StageReplicas
 from gapless.run.streams.updater import Updater
@@ -43,6 +44,14 @@ class Fed:
     target: Any
     weight: float
     event: torch.cuda.Event | None = None  # after which it is there, on a GPU
+
+    def unpacked(self, lane: Lane, *, first: bool, last: bool) -> "Fed":
+        """What a stage takes of it, as tensors of its lane."""
+        inputs, target = (
+            lane.unpack(Parcel(tree, self.event, borrowed=True)) if taken else None
+            for tree, taken in ((self.inputs, first), (self.target, last))
+        )
+        return Fed(inputs, target, self.weight)
 
 
 class Neighbours(Protocol):
@@ -186,22 +195,19 @@ class StreamDevice:
             if place == 0:
                 self._buffers.keep(minibatch)
                 neighbours.check(self.rule.counted(minibatch))
-            if not self._last:
-                self.stage.forward(
-                    number, given, step=step, place=of_replica, defer=self.stage.split, then=neighbours.hand_on
-                )
-            else:
-                _, loss = self.stage.forward(
-                    number,
-                    given,
-                    step=step,
-                    place=of_replica,
-                    target=part.target,
-                    weight=part.weight,
-                    want_outputs=False,
-                    defer=self.stage.split,
-                )
-                self._note(number, loss, part.weight)
+            made = self.stage.forward(
+                number,
+                given,
+                step=step,
+                place=of_replica,
+                target=part.target if self._last else None,
+                weight=part.weight,
+                want_outputs=False,
+                defer=self.stage.split,
+                then=None if self._last else neighbours.hand_on,
+            )
+            if self._last:
+                self._note(number, made[1], part.weight)
         except Exception as error:
             self._failed(error)
             neighbours.hand_on(END)
@@ -214,6 +220,8 @@ class StreamDevice:
         minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
             total = sum_in_order(*zip(*self._losses, strict=True))
+            if total.is_cuda:  # others know nothing of this stream; the update that comes next waits as well
+                torch.cuda.current_stream(total.device).synchronize()
             self._neighbours.say(self.rule.counted(minibatch), total)
             self._losses.clear()
 

@@ -3,14 +3,18 @@ is then, and who has stopped it.
 """
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from gapless.errors import TransportError
 from gapless.guards.between_ranks import STREAM_ENDS
-from gapless.run.streams.stream_device import End, Fed, StreamDevice
+from gapless.run.lanes import Lane, fenced
+from gapless.run.streams.stream_device import END, End, Fed, StreamDevice
+from gapless.run.team import Task, Team
 
 Made = TypeVar("Made")
 LEAVES = "was asked to leave"
@@ -30,34 +34,58 @@ class Stopped(NamedTuple):
     is_torn: bool = False
 
 
-class StreamRunner(Protocol):
-    """What runs the devices of this process, and reaches the others."""
+class StreamRunner(ABC):
+    """What runs the devices of this process, and reaches the others, if there are any."""
 
-    said: Said
+    def __init__(self, lanes: Sequence[Lane], team: Team) -> None:
+        self._lanes, self._team = lanes, team
+        self.said: Said = queue.SimpleQueue()
+        self._fence = ExitStack()
 
     def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
         """All processes are about to do the same. Raises the error, and on the others that there is one."""
+        if error is not None:
+            raise error
 
+    @abstractmethod
     def compare(self, minibatch: int, batch: Any) -> None:
         """What is fed next is a part of this batch, which should be the same in all processes."""
 
+    @abstractmethod
     def feed(self, part: Fed | End) -> None:
         """The next microbatch, or that there is none."""
 
+    @abstractmethod
     def start(self, devices: Sequence[StreamDevice]) -> None:
-        """All devices begin."""
+        """All devices begin. They run until `END` was fed and nothing is under way, or one fails."""
+
+    def _begin(self, tasks: Iterable[Task]) -> None:
+        """One for each lane, after what the caller has queued."""
+        self._fence.enter_context(fenced(self._lanes))
+        self._team.flows = True
+        self._team.begin(tasks, lambda: self.feed(END))
 
     def hear(self) -> tuple[int, Tensor | None]:
         """Waits for what is said next."""
+        return self.said.get()
 
+    @abstractmethod
     def finish(self, fed: int, why: str) -> Sequence[Stopped]:
         """Waits for the end of all stages, and says where they are. This process was fed so many minibatches; `why`
         tells others why it stops, if it was not asked to.
         """
 
+    def _end(self) -> None:
+        """All tasks have ended, and what the caller queues next comes after what they have queued."""
+        self._team.finish()
+        self._team.flows = False
+        self._fence.close()
+
     def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """With what all processes have of it."""
+        return state
 
+    @abstractmethod
     def broken_off(self) -> Sequence[Stopped]:
         """Where all stages are, as far as it is known, where `finish` has failed."""
 

@@ -255,7 +255,11 @@ class _Saved:
                     )
         for name, parameter in zip(held.names, held.parameters, strict=True):
             if self._weights.get(name, "") not in ("", _fingerprint(parameter)):
-                whose = "loss's own state too, which is not in the model's" if _of_loss(name) else "model's state first"
+                whose = (
+                    "loss's own state too, which is not in the model's"
+                    if name.startswith("loss: ")
+                    else "model's state first"
+                )
                 raise STREAM_WEIGHTS.refusal(
                     f"the weights of stage {number} are not those that the state was taken with ({name})",
                     f"load the {whose}, and then the stream's",
@@ -286,11 +290,6 @@ class _Saved:
 
 def _names(device: StreamDevice) -> dict[Any, str]:
     return dict(zip(device.versions.parameters, device.versions.names, strict=True))
-
-
-def _of_loss(name: str) -> bool:
-    """Whether it is a parameter of the loss, whose state the model's does not have."""
-    return name.startswith("loss: ")
 
 
 def _fingerprint(parameter: nn.Parameter) -> str:

@@ -10,17 +10,23 @@ tensor, the base, and the others are made from it again as its views:
 Their gradients meet at the base, in autograd's order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from gapless.guards.passed_tensors import SHARED_MEMORY
 
+NodeOutput = tuple[Any, int]  # a node, and which of its outputs
+
 
 class View(NamedTuple):
-    """A tensor that is made from the `number`-th; `offset` counts from there. All of it can be written as JSON."""
+    """A tensor that is made from the `number`-th, which may be a view itself; `offset` counts from there. All of it can
+    be written as JSON.
+    """
 
     number: int
     shape: list[int]
@@ -29,33 +35,86 @@ class View(NamedTuple):
     has_history: bool  # its gradient goes to the base
 
     def of(self, base: Tensor) -> Tensor:
-        """The view of another base."""
+        """The view of another base. Where it has all of the base's elements, its gradient gets there laid out as it
+        came: that decides in which order others sum.
+        """
         start = int(base.storage_offset()) + self.offset
         with torch.enable_grad():
             base = base if self.has_history else base.detach()
-            return base.as_strided(self.shape, self.stride, start)
+            made = base.as_strided(self.shape, self.stride, start)
+            if made.numel() != base.numel() or not _is_dense(made) or not _is_dense(base):
+                return made
+            outer_first = _outer_first(made)
+            rows = base.permute(_outer_first(base)).view([self.shape[dim] for dim in outer_first])
+            return rows.permute([outer_first.index(dim) for dim in range(made.dim())])
 
 
-def with_views(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int | View]]:
-    """Tensors that share no memory, and how each one is found there: by its number, or as a view."""
+def _outer_first(tensor: Tensor) -> list[int]:
+    """Its dimensions, so that it would be contiguous."""
+    steps = [*zip(tensor.stride(), tensor.shape, strict=True)]
+    return sorted(range(tensor.dim()), key=steps.__getitem__, reverse=True)
+
+
+class WithoutViews(NamedTuple):
+    """Tensors that share no memory, the views that are made from them, one after the other, and which of all these each
+    of the tensors is.
+    """
+
+    tensors: list[Tensor]
+    views: list[View]
+    found: list[int]
+
+
+def with_views(tensors: Sequence[Tensor]) -> WithoutViews:
+    """Take those apart from the others that share memory with them."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(_memory(tensor), []).append(tensor)
     if len(groups) == len(tensors):
-        return list(tensors), list(range(len(tensors)))
+        return WithoutViews(list(tensors), [], list(range(len(tensors))))
     bases: list[Tensor] = []
-    found: dict[int, int | View] = {}
+    made: list[tuple[Tensor, Tensor]] = []
     for group in groups.values():
         for members in _overlapping(group):
             base = members[0] if len(members) == 1 else _base_of(members)
-            for each in members:
-                is_base = base is None or each is base
-                found[id(each)] = len(bases) if is_base else _view(len(bases), each, base)
-                if base is None:
-                    bases.append(each)
-            if base is not None:
+            if base is None:
+                bases += members
+            else:
                 bases.append(base)
-    return bases, [found[id(tensor)] for tensor in tensors]
+                made += _made_from(base, members)
+    numbers = {id(each): number for number, each in enumerate([*bases, *(view for view, _ in made)])}
+    views = [_view(numbers[id(parent)], view, parent) for view, parent in made]
+    return WithoutViews(bases, views, [numbers[id(tensor)] for tensor in tensors])
+
+
+def _made_from(base: Tensor, members: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The views among them, as they were made one after the other, each with the one that its gradient comes to. Where
+    gradients of several meet on the way, a view of its own stands for that place.
+    """
+    ends = {get_gradient_edge(each)[:2]: each for each in (*members, base) if has_history(each)}
+    came_from: dict[NodeOutput, Any] = {}
+    for view in members:
+        for node, edge in _way(view.grad_fn, ends):
+            if edge not in ends and came_from.setdefault(edge, node) is not node:
+                ends[edge] = base.detach().requires_grad_()
+    made = [(-1, each, base) for each in members if not has_history(each) and each is not base]
+    for (start, _), view in ends.items():
+        if view is not base:
+            parent, number = base, -1
+            for node, edge in _way(start, ends):
+                parent, number = ends.get(edge, base), node._sequence_nr()
+            made.append((number, view, parent))
+    return [(view, parent) for _, view, parent in sorted(made, key=itemgetter(0))]
+
+
+def _way(node: Any, ends: Collection[NodeOutput]) -> Iterator[tuple[Any, NodeOutput]]:
+    """The nodes from there on, each with where it hands its gradient, up to the first of these ends. Of several views,
+    autograd runs the node with the highest number first.
+    """
+    while node is not None and len(node.next_functions) == 1:
+        (edge,) = node.next_functions
+        yield node, edge
+        node = None if edge in ends else edge[0]
 
 
 def has_history(tensor: Tensor) -> bool:
@@ -96,11 +155,14 @@ def _base_of(members: list[Tensor]) -> Tensor | None:
     starts, ends = zip(*map(_stretch, members), strict=True)
     alike = len({(each.dtype, each.is_conj(), each.is_neg(), type(each)) for each in members}) == 1
     if alike:
+        fitting = []
         for each in (*(graded or members), *(each._base for each in graded)):
             if each is not None and each.dtype == members[0].dtype and _is_dense(each):
                 start, end = _stretch(each)
                 if start <= min(starts) and end >= max(ends):
-                    return each
+                    fitting.append(each)
+        if fitting:  # one where the gradients of all the others meet in plain training too, if there is one
+            return next((each for each in fitting if _all_meet(graded, each)), fitting[0])
         if not graded:
             size = members[0].itemsize
             return members[0].detach().as_strided([(max(ends) - min(starts)) // size], [1], min(starts) // size)
@@ -111,6 +173,12 @@ def _base_of(members: list[Tensor]) -> Tensor | None:
             "to the next stage"
         )
     return None
+
+
+def _all_meet(views: list[Tensor], base: Tensor) -> bool:
+    return all(
+        each is base or get_gradient_edge(base)[:2] in [edge for _, edge in _way(each.grad_fn, ())] for each in views
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -124,7 +192,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _view(number: int, tensor: Tensor, base: Tensor | None) -> View:
-    assert base is not None
+def _view(number: int, tensor: Tensor, base: Tensor) -> View:
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
     return View(number, list(tensor.shape), list(tensor.stride()), offset, has_history(tensor))

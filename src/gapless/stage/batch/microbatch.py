@@ -66,21 +66,18 @@ def flatten(tree: Any, *, once: bool = True, views: bool = False) -> tuple[list[
 
 
 def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shape]:
-    bases, ways = with_views(tensors)
-    if len(bases) == len(tensors) and all(type(way) is int for way in ways):
+    bases, views, found = with_views(tensors)
+    if not views:
         return tensors, shape
-    places, views = [_NOWHERE] * len(bases), []
-    all_places = [*enumerate(shape.tensors), *((number, place) for place, number in shape.again)]
-    again = []
-    for number, place in all_places:
-        way = ways[number]
-        if isinstance(way, View):
-            views.append((place, way))
-        elif places[way] == _NOWHERE:
-            places[way] = place
+    places, again = [_NOWHERE] * (len(bases) + len(views)), []
+    for number, place in (*enumerate(shape.tensors), *((number, place) for place, number in shape.again)):
+        if places[found[number]] == _NOWHERE:
+            places[found[number]] = place
         else:
-            again.append((place, way))
-    return bases, Shape(shape.spec, shape.leaves, places, again, views)
+            again.append((place, found[number]))
+    count = len(bases)
+    views_at = [*zip(places[count:], views, strict=True)]
+    return bases, Shape(shape.spec, shape.leaves, places[:count], again, views_at)
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
@@ -88,12 +85,13 @@ def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
     if shape is None:
         return tensors[0]
     leaves = [*shape.leaves, None]
-    for place, tensor in zip(shape.tensors, tensors, strict=True):
+    made = [*tensors]
+    for _, view in shape.views:
+        made.append(view.of(made[view.number]))
+    for place, tensor in zip((*shape.tensors, *(place for place, _ in shape.views)), made, strict=True):
         leaves[place] = tensor
     for place, number in shape.again:
-        leaves[place] = tensors[number]
-    for place, view in shape.views:
-        leaves[place] = view.of(tensors[view.number])
+        leaves[place] = made[number]
     return pytree.tree_unflatten(leaves[:_NOWHERE], shape.spec)
 
 

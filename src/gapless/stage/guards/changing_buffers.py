@@ -66,13 +66,13 @@ class Buffers:
         if self.is_settled and not looks:
             return []
         if not self._tried:
-            return [_copy(*each) for each in self._all()]
+            return [copied(*each) for each in self._all()]
         if self._always:
             self._spare = {each[:2]: self._spare_of(*each) for each in self._all() if each[:2] not in self.changing}
         elif looks:
             self._marks = self.marks()
         return [
-            _copy(module, name, value)
+            copied(module, name, value)
             for module, name in self.changing
             if (value := module._buffers.get(name)) is not None
         ]
@@ -112,7 +112,7 @@ class Buffers:
         known = self._spare.get((module, name))
         if known is not None and known.value is value and known.version == value._version:
             return known
-        return _copy(module, name, value)
+        return copied(module, name, value)
 
     def marks(self) -> Marks:
         """Where all of them stand."""
@@ -193,5 +193,6 @@ def owned_by(layer: nn.Module) -> Iterable[Owned]:
     return ((module, name) for module in layer.modules() for name in module._buffers)
 
 
-def _copy(module: nn.Module, name: str, value: Tensor) -> Copy:
+def copied(module: nn.Module, name: str, value: Tensor) -> Copy:
+    """As it is now."""
     return Copy(module, name, value, value._version, value.detach().clone())

@@ -29,7 +29,7 @@ from gapless.stage.split.interception import is_torchs
 
 from .state.held_objects import Seen, Was, Watched, equal_numbers
 from .state.shared_objects import Holder, Objects, SharedObjects
-from .state.state_notes import NOTHING, OWN, Note, holds_tensors
+from .state.state_notes import OWN, Entries, Note, holds_tensors
 from .tripwire import Tripwire
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
@@ -57,7 +57,7 @@ class Stored:
         other processes run, by their numbers, and the loss; those hear what is set here, by its name in the model.
         """
         self._never_set = never_set
-        self._tripped: dict[tuple[nn.Module, str], Any] = {}  # what stood where there are tripwires now
+        self._tripped: list[tuple[Entries, dict[str, Any]]] = []  # what stood where there are tripwires now
         self._set: dict[nn.Module, dict[str, set[Attributes]]] = {}  # attributes that forwards set, and whose
         self._classes: dict[nn.Module, tuple[type, type]] = {}  # their own, and that of a step
         self.rests, self._lock = True, threading.RLock()
@@ -109,7 +109,8 @@ class Stored:
                 module.__class__ = guarded
             for module, name in self._never_set():
                 why = f"{type(module).__name__}.{name} is set by the forward of a model that was traced"
-                self._tripped[module, name] = module.__dict__.get(name, NOTHING)
+                held = Entries(module.__dict__, [name])
+                self._tripped.append((held, held.read()))
                 module.__dict__[name] = Tripwire(f"{why}, which never runs again")
 
     def rest(self) -> None:
@@ -122,10 +123,8 @@ class Stored:
             for module, (own, _) in self._classes.items():
                 module.__class__ = own
             while self._tripped:
-                (module, name), before = self._tripped.popitem()
-                module.__dict__[name] = before
-                if before is NOTHING:
-                    del module.__dict__[name]
+                held, before = self._tripped.pop()
+                held.write(before)
 
     def finish(self, *, resting: bool) -> None:
         """A stage has ended a minibatch. `resting`: so have all, and no other one is under way."""

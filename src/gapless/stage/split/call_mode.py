@@ -139,7 +139,8 @@ class Mode(KeptCasts, TorchFunctionMode):
             return arg
         if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled() or _in_functorch() is not None:
             return arg
-        if self._records is not None and id(arg) in self._unless_deferred & self._have_waited - self.excluded:
+        waits = self._unless_deferred & self._have_waited - self.excluded - self._plain
+        if self._records is not None and id(arg) in waits:
             return arg
         made = self._own.get(id(arg))
         if made is None:

@@ -167,7 +167,7 @@ class Layout:
     microbatches = 8  the number of parts that a minibatch is cut into, at most one per sample | needed without a plan
     stages_per_device = 2  stages on each device | the default of the schedule
     partition = [3, 3, 3, 2]  layers per stage; not for a traced model
-        | balanced by parameters; a traced model is cut by its estimated FLOPs
+        | balanced by parameters; a traced model is cut by estimated times
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
     offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what is kept in host
         memory meanwhile; with `plan = "auto"` a single word, and the plan chooses the stages | none

@@ -2,7 +2,7 @@
 the mean of several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ def state_of(module: nn.Module, *, trained_only: bool = True, copied: bool = Tru
 
 def buffers_of(module: nn.Module, *, copied: bool = True) -> State:
     """The same of these alone."""
-    return {name: _copy(value) if copied else value for name, value in _buffers(module)}
+    owned = ((path, *each) for path, part in module.named_modules() for each in part._buffers.items())
+    return {f"{path}.{name}".removeprefix("."): _copy(value) if copied else value for path, name, value in owned}
 
 
 def put_state(module: nn.Module, state: State) -> None:
@@ -104,12 +105,6 @@ def _mean_buffer(buffers: Sequence[Tensor | None]) -> Tensor | None:
     if len(there) == len(buffers) and len({each.shape for each in there}) == 1:
         return _mean(there)
     return None if buffers[0] is None else buffers[0].clone()
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    for prefix, part in module.named_modules():
-        for name, value in part._buffers.items():
-            yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from gapless.stage.random.exclusive import exclusively
 
 _AHEAD = 4  # minibatches for each replica that are taken from the loader before a result is
 _END = object()
+_Task = tuple[int, Any, Any]  # a minibatch, its inputs and its target
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ReplicaThreads:
         try:
             with self._state.entered(), casts_unkept():
                 while (task := self._taken(replica)) is not None:
-                    place = f"minibatch {task.minibatch}"
+                    place = f"minibatch {task[0]}"
                     self._train(replica, task)
                     del task  # its tensors must not stay until the next one comes
         except BaseException as error:
@@ -111,7 +112,7 @@ class ReplicaThreads:
         finally:
             self._said.put(None)
 
-    def _taken(self, replica: Replica) -> "_Task | None":
+    def _taken(self, replica: Replica) -> _Task | None:
         """The next minibatch for a replica, which has read its weights then; None if there is none."""
         with self._changed:
             while not self._stopping:
@@ -119,13 +120,13 @@ class ReplicaThreads:
                 if wanted is not None and wanted in self._waiting:
                     self._course.read(replica)
                     self._changed.notify_all()
-                    return _Task(wanted, *self._waiting.pop(wanted))
+                    return (wanted, *self._waiting.pop(wanted))
                 if self._ended and (wanted is not None or not self._waiting):
                     break
                 self._changed.wait(1.0)
         return None
 
-    def _train(self, replica: Replica, task: "_Task") -> None:
+    def _train(self, replica: Replica, task: _Task) -> None:
         loss = replica.gradient(*task)
         self._course.learn(replica)
         with self._changed:
@@ -133,13 +134,7 @@ class ReplicaThreads:
                 return
             staleness = self._course.apply(replica)
             self._changed.notify_all()
-        self._said.put(ReplicaResult(task.minibatch, loss, replica.number, staleness))
-
-
-class _Task(NamedTuple):
-    minibatch: int
-    inputs: Any
-    target: Any
+        self._said.put(ReplicaResult(task[0], loss, replica.number, staleness))
 
 
 def pair_of(batch: Any, number: int) -> tuple[Any, Any]:

@@ -33,7 +33,6 @@ from .state_notes import (
     is_long,
 )
 
-_MOST_VISITED = 65536
 _NUMBERS = (int, float, complex, str, bytes)
 
 

@@ -18,7 +18,7 @@ from gapless.stage.compiled import is_traced
 
 from .held_objects import Was
 from .opaque_state import Opaque
-from .reachable_state import Walk, named, notes_of
+from .reachable_state import Walk, named
 from .shared_objects import SharedObjects
 from .state_notes import (
     NOTHING,
@@ -142,7 +142,9 @@ class Held:
 
     def all(self, *, of_others: bool = False) -> list[Note]:
         """All that could change. `of_others`: also what layers of other stages reach, which can't be put back."""
-        found = list(notes_of(named(self._parts), lambda module: module not in self._shared.modules))
+        walk = Walk(named(self._parts), lambda module: module not in self._shared.modules)
+        reached = [(holder, path) for _, holder, path in (*walk.held(), *walk.around()) if holder is not None]
+        found = [Note(*each, content_of(each[0])) for each in reached]
         if self._always:
             for each in found:
                 if isinstance(each.holder, Opaque) and each.holder.is_unknown:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .opaque_state import Opaque, opaque
-from .state_notes import LISTS, Fields, Note, Variable, content_of, slots_of
+from .state_notes import LISTS, Fields, Variable, content_of, slots_of
 
 Path = tuple[Any, str]  # something, and how it is called
 Met = Callable[[nn.Module], bool]
@@ -55,14 +55,6 @@ _INSTALLED = tuple(
 )
 
 
-def notes_of(parts: Iterable[Path], meet: Met | None = None) -> Iterator[Note]:
-    """All that can be reached from them and can change."""
-    walk = Walk(parts, meet)
-    for _, holder, path in (*walk.held(), *walk.around()):
-        if holder is not None:
-            yield Note(holder, path, content_of(holder))
-
-
 def named(parts: Iterable[Any]) -> list[Path]:
     """Layers and losses, and the modules in them."""
     found: list[Path] = []
@@ -71,13 +63,6 @@ def named(parts: Iterable[Any]) -> list[Path]:
         inner = part.named_modules() if isinstance(part, nn.Module) else [("", part)]
         found += [(each, f"{name}.{path}" if path else name) for path, each in inner]
     return found
-
-
-def reached(parts: Iterable[Path], meet: Met | None = None, *, most: int = sys.maxsize) -> Iterator[Path]:
-    """What is held and can change, and its path from them."""
-    return (
-        (holder, path) for _, holder, path in Walk(parts, meet, most=most, follows=False).held() if holder is not None
-    )
 
 
 class Walk:

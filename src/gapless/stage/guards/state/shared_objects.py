@@ -20,7 +20,7 @@ from gapless.stage.split.interception import has_hooks, is_torchs
 
 from .held_objects import Seen, can_be_seen
 from .opaque_state import Opaque
-from .reachable_state import Path, Walk
+from .reachable_state import Path, Walk, named
 from .shared_logs import is_log
 from .state_notes import OWN, Fields, Note, holds_tensors, key_of
 
@@ -225,17 +225,8 @@ def _has_only_grown(seen: Seen) -> bool:
     )
 
 
-def _roots(layers: Iterable[Holder]) -> list[tuple[Any, str]]:
-    """Their modules, with names."""
-    found: list[tuple[Any, str]] = []
-    known: dict[type, bool] = {}  # whether a class is torch's own, whose modules keep nothing
-    for each in layers:
-        name = type(each.part).__name__
-        parts = each.part.named_modules() if isinstance(each.part, nn.Module) else [("", each.part)]
-        for path, part in parts:
-            kind = type(part)
-            if kind not in known:
-                known[kind] = is_torchs(kind)
-            if not known[kind] or has_hooks(part):
-                found.append((part, f"{name}.{path}" if path else name))
-    return found
+def _roots(layers: Iterable[Holder]) -> list[Path]:
+    """Their modules, with names, but for torch's own, which keep nothing."""
+    found = named(layer.part for layer in layers)
+    plain = {kind for kind in {type(part) for part, _ in found} if is_torchs(kind)}
+    return [each for each in found if type(each[0]) not in plain or has_hooks(each[0])]
