@@ -20,6 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gapless.guards.passed_tensors import SHARED_MEMORY
 
+from .view_bases import nodes_of
+
 NodeOutput = tuple[Any, int]  # a node, and which of its outputs
 
 
@@ -76,7 +78,7 @@ def with_views(tensors: Sequence[Tensor]) -> WithoutViews:
     made: list[tuple[Tensor, Tensor]] = []
     for group in groups.values():
         for members in _overlapping(group):
-            base = members[0] if len(members) == 1 else _base_of(members)
+            base = members[0] if len(members) == 1 else _base_of(members, tensors)
             if base is None:
                 bases += members
             else:
@@ -149,7 +151,7 @@ def _overlapping(group: list[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def _base_of(members: list[Tensor]) -> Tensor | None:
+def _base_of(members: list[Tensor], tensors: Sequence[Tensor]) -> Tensor | None:
     """What all of them are views of, in a way that can be handed on; None if they have to go apart."""
     graded = [each for each in members if has_history(each)]
     starts, ends = zip(*map(_stretch, members), strict=True)
@@ -162,7 +164,7 @@ def _base_of(members: list[Tensor]) -> Tensor | None:
                 if start <= min(starts) and end >= max(ends):
                     fitting.append(each)
         if fitting:  # one where the gradients of all the others meet in plain training too, if there is one
-            return next((each for each in fitting if _all_meet(graded, each)), fitting[0])
+            return next((each for each in fitting if _all_meet(graded, each, tensors)), fitting[0])
         if not graded:
             size = members[0].itemsize
             return members[0].detach().as_strided([(max(ends) - min(starts)) // size], [1], min(starts) // size)
@@ -175,10 +177,20 @@ def _base_of(members: list[Tensor]) -> Tensor | None:
     return None
 
 
-def _all_meet(views: list[Tensor], base: Tensor) -> bool:
-    return all(
-        each is base or get_gradient_edge(base)[:2] in [edge for _, edge in _way(each.grad_fn, ())] for each in views
-    )
+def _all_meet(views: list[Tensor], base: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether the gradients of these come to the base, and, if that is none of them, no others do: its gradient from
+    the next stage comes first.
+    """
+    if not views or not has_history(base):
+        return not views
+    end = get_gradient_edge(base)[:2]
+    ways = [[*_way(each.grad_fn, [end])] for each in views if each is not base]
+    if not all(way and way[-1][1] == end for way in ways):
+        return False
+    if any(each is base for each in views):
+        return True
+    users = nodes_of(get_gradient_edge(each) for each in tensors if has_history(each)) - {way[-1][0] for way in ways}
+    return not any(end in node.next_functions for node in users)
 
 
 def _is_dense(tensor: Tensor) -> bool:
