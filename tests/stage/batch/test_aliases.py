@@ -129,7 +129,7 @@ def test_memory_that_can_not_be_shared_is_refused() -> None:
 
 
 def views_of(rng: random.Random, h: Tensor) -> list[Tensor]:
-    """Views of a tensor and of each other, none of which leaves anything out, in any order."""
+    """A tensor, and views of it and of each other, none of which leaves anything out, in any order."""
     made = [h]
     for _ in range(rng.randint(2, 4)):
         one = rng.choice(made)
@@ -142,11 +142,11 @@ def views_of(rng: random.Random, h: Tensor) -> list[Tensor]:
             made.append(one.transpose(-1, -2))
         else:
             made.append(one.transpose(0, -1).transpose(0, -1))
-    handed = rng.sample(made, rng.randint(2, len(made)))
-    return handed if rng.random() < 0.5 else [each for each in handed if each is not h] or [h]
+    handed = [h, *rng.sample(made[1:], rng.randint(1, len(made) - 1))]
+    return rng.sample(handed, len(handed))
 
 
-@pytest.mark.parametrize("seed", [*range(20), 60, 94, 105, 148])
+@pytest.mark.parametrize("seed", range(24))
 def test_gradients_of_views_meet_in_the_same_order_and_layout_as_in_plain_training(seed: int) -> None:
     """Where they met at another tensor, the sum had another layout, and products of it other bits."""
     layouts: list[list[Any]] = []

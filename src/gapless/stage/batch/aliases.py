@@ -20,8 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from gapless.guards.passed_tensors import SHARED_MEMORY
 
-from .view_bases import nodes_of
-
 NodeOutput = tuple[Any, int]  # a node, and which of its outputs
 
 
@@ -78,7 +76,7 @@ def with_views(tensors: Sequence[Tensor]) -> WithoutViews:
     made: list[tuple[Tensor, Tensor]] = []
     for group in groups.values():
         for members in _overlapping(group):
-            base = members[0] if len(members) == 1 else _base_of(members, tensors)
+            base = members[0] if len(members) == 1 else _base_of(members)
             if base is None:
                 bases += members
             else:
@@ -151,20 +149,18 @@ def _overlapping(group: list[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def _base_of(members: list[Tensor], tensors: Sequence[Tensor]) -> Tensor | None:
+def _base_of(members: list[Tensor]) -> Tensor | None:
     """What all of them are views of, in a way that can be handed on; None if they have to go apart."""
     graded = [each for each in members if has_history(each)]
     starts, ends = zip(*map(_stretch, members), strict=True)
     alike = len({(each.dtype, each.is_conj(), each.is_neg(), type(each)) for each in members}) == 1
     if alike:
-        fitting = []
-        for each in (*(graded or members), *(each._base for each in graded)):
-            if each is not None and each.dtype == members[0].dtype and _is_dense(each):
-                start, end = _stretch(each)
-                if start <= min(starts) and end >= max(ends):
-                    fitting.append(each)
-        if fitting:  # one where the gradients of all the others meet in plain training too, if there is one
-            return next((each for each in fitting if _all_meet(graded, each, tensors)), fitting[0])
+        fitting = [each for each in graded or members if _holds(each, min(starts), max(ends))]
+        if fitting:  # the one that the gradients of all others come to in plain training too, if there is one
+            return next((each for each in fitting if _all_meet(graded, each)), fitting[0])
+        for base in (each._base for each in graded):
+            if base is not None and base.dtype == members[0].dtype and _holds(base, min(starts), max(ends)):
+                return base
         if not graded:
             size = members[0].itemsize
             return members[0].detach().as_strided([(max(ends) - min(starts)) // size], [1], min(starts) // size)
@@ -177,20 +173,17 @@ def _base_of(members: list[Tensor], tensors: Sequence[Tensor]) -> Tensor | None:
     return None
 
 
-def _all_meet(views: list[Tensor], base: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether the gradients of these come to the base, and, if that is none of them, no others do: its gradient from
-    the next stage comes first.
-    """
-    if not views or not has_history(base):
-        return not views
-    end = get_gradient_edge(base)[:2]
-    ways = [[*_way(each.grad_fn, [end])] for each in views if each is not base]
-    if not all(way and way[-1][1] == end for way in ways):
-        return False
-    if any(each is base for each in views):
-        return True
-    users = nodes_of(get_gradient_edge(each) for each in tensors if has_history(each)) - {way[-1][0] for way in ways}
-    return not any(end in node.next_functions for node in users)
+def _holds(tensor: Tensor, start: int, end: int) -> bool:
+    """Whether it is all that lies in this stretch of memory, and may be more."""
+    own_start, own_end = _stretch(tensor)
+    return own_start <= start and own_end >= end and _is_dense(tensor)
+
+
+def _all_meet(views: list[Tensor], base: Tensor) -> bool:
+    """Whether the gradients of these come to the base."""
+    return all(
+        each is base or get_gradient_edge(base)[:2] in [edge for _, edge in _way(each.grad_fn, ())] for each in views
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
