@@ -168,6 +168,7 @@ def _answered(
             child = os.fork()
             if child == 0:
                 die_with_parent()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell switches off in the background
                 _print_into(file)
                 return functools.partial(function, rank, question["ranks"], *question["words"]), {}
             answer.append(child)

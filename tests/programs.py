@@ -8,7 +8,6 @@ import atexit
 import gc
 import os
 import runpy
-import signal
 import sys
 import time
 import warnings
@@ -101,7 +100,6 @@ def _program(_rank: int, _ranks: int, err: str, folder: str, count: str, *rest: 
     os.environ.update(setting.partition("=")[::2] for setting in settings)
     if os.environ.get("PYTHONWARNINGS") == "error":
         warnings.simplefilter("error")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(encoding="utf-8")
