@@ -38,13 +38,8 @@ def plain_grads(layers: Sequence[nn.Module], x: Tensor, y: Tensor, replicas: int
     loop(nn.Sequential(*layers), x, y, 2 * replicas)
 
 
-def in_buckets() -> None:
-    """A stage of more bytes than a bucket has, as those of real models are."""
-    replicas._BUCKET_BYTES = 200
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
-    layers = [nn.Linear(6, 6) for _ in range(3)]
-    plain = copy.deepcopy(layers)
+def assert_halves_are_plain(layers: list[nn.Linear], plain: list[nn.Linear], x: Tensor, y: Tensor) -> None:
+    """Two replicas, each with half of a batch, have the gradients of the plain loop."""
     plain_grads(plain, x, y)
     share = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     with pipeline(layers) as pipe:
@@ -52,6 +47,16 @@ def in_buckets() -> None:
     for number, (one, other) in enumerate(zip(layers, plain, strict=True)):
         for name, each in one.named_parameters():
             close(each.grad, other.get_parameter(name).grad, f"{number}.{name}")
+
+
+def in_buckets() -> None:
+    """A stage of more bytes than a bucket has, as those of real models are."""
+    replicas._BUCKET_BYTES = 200
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    layers = [nn.Linear(6, 6) for _ in range(3)]
+    plain = copy.deepcopy(layers)
+    assert_halves_are_plain(layers, plain, x, y)
 
 
 def test_a_stage_may_have_several_buckets(launch: Launch) -> None:
@@ -80,13 +85,7 @@ def adds_in_float32() -> None:
     layers, plain = [Half(), nn.Linear(6, 6)], [Half(), nn.Linear(6, 6)]
     for one, other in zip(layers, plain, strict=True):
         other.load_state_dict(one.state_dict())
-    plain_grads(plain, x, y)
-    share = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    with pipeline(layers) as pipe:
-        pipe.step(x[share], y[share])
-    for number, (one, other) in enumerate(zip(layers, plain, strict=True)):
-        for name, each in one.named_parameters():
-            close(each.grad, other.get_parameter(name).grad, f"{number}.{name}")
+    assert_halves_are_plain(layers, plain, x, y)
 
 
 @pytest.mark.skipif(not hasattr(torch.empty(0), "grad_dtype"), reason="needs torch 2.13")

@@ -27,8 +27,8 @@ from .trace import Trace
 
 aten = torch.ops.aten
 _ELEMENT = 8.0  # what touching an element costs, in multiplications
-# On a GPU, as measured on one: a multiplication costs less beside the memory that is touched, and every call has its
-# kernels to start.
+# On an H200, as measured: memory costs more beside multiplications, every call has kernels to start, and float32 is
+# slower to multiply.
 _GPU_ELEMENT, _GPU_CALL, _GPU_FLOAT32 = 200.0, 2e8, 8.0
 _SLACK = 1.03  # how much slower than the best the slowest stage may be for the sake of less crossing
 _CANDIDATES = 600
@@ -217,7 +217,7 @@ def _bytes(node: Node) -> int:
 
 
 def _cost(node: Node) -> float:
-    """Multiplications of the forward, and what it costs to touch the elements of the result, as if these were some."""
+    """In multiplications: those of the forward, and what it costs to touch the elements of the result."""
     outs = list(tensors_of(node.meta.get("val")))
     if not outs:
         return 0.0
