@@ -101,9 +101,6 @@ ifeq ($(IPROUTE),)
 	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q iproute2
 endif
 
-# Torch remembers the shapes of calls that it traces, which pays for deep models; those of these tests are shallow.
-tests: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
-
 # mypy takes one core, for a minute: the tests begin beside it.
 test: format
 	$(MAKE) --no-print-directory --jobs 2 types tests

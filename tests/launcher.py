@@ -76,7 +76,7 @@ class Launcher:
         """Fork ranks that call `function(rank, ranks, *words)` and then leave as programs do; their process ids.
 
         said      the file of each rank for what it prints; may be the same for all
-        imports   a module that the launcher imports before, so that ranks need not
+        imports   a module that the launcher imports before, so that ranks need not; its `before_ranks` is called
         """
         name = f"{function.__module__}:{function.__qualname__}"
         files = [str(file) for file in said]
@@ -183,7 +183,7 @@ def _answered(
 
 def _found(question: dict[str, Any]) -> Callable[..., object]:
     for name in (*_MODULES, *filter(None, [question["imports"]])):
-        import_module(name)
+        getattr(import_module(name), "before_ranks", bool)()
     module, _, path = question["start"].partition(":")
     function: Callable[..., object] = getattr(import_module(module), path)
     return function

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gapless.model.traced import settled
+from gapless.model.traced.capture import flat_of
 from gapless.model.traced.trace import Trace
 
 
@@ -28,6 +31,16 @@ class Traces:
                 return trace
         known.append(Trace(model, flat, spec, **options))
         return known[-1]
+
+    def trace(self, model: nn.Module, microbatch: Any) -> None:
+        """Before ranks are forked that would all trace it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(settled, "Trace", self)
+            settled.trace_settled(model, *flat_of(microbatch))
+
+    def use(self) -> None:
+        """In this process, from now on."""
+        vars(settled)["Trace"] = self
 
 
 def _made_of(model: nn.Module) -> Any:

@@ -5,6 +5,7 @@ transformers.Trainer has left in a file.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from gapless.errors import ConfigError
-from gapless.model.traced import settled
 from tests.hf.training import Left, OwnLoss, arguments, logged, padded, right, rows, trained
 from tests.model.hub import gpt2, hub, llama
 from tests.traced_once import Traces
@@ -23,6 +23,7 @@ from tests.traced_once import Traces
 hub().Trainer  # noqa: B018  # imported here, once for all ranks
 from gapless.hf import PipelineTrainer  # noqa: E402
 
+TRACES = Traces()
 OWN: dict[str, Any] = {"pipeline": {"intra_op_threads": 1}}
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 # How to train: arguments of TrainingArguments, and those of PipelineTrainer alone.
@@ -36,12 +37,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def as_under_torchrun() -> int:
-    """The variables by which accelerate knows that it is one of several; and a model is traced once."""
+    """The variables by which accelerate knows that it is one of several; and a model is traced once for all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    vars(settled)["Trace"] = Traces()
+    TRACES.use()
     return rank
+
+
+@functools.cache
+def before_ranks() -> None:
+    model = gpt2()
+    model.config.use_cache = False  # type: ignore[union-attr]  # as Trainer sets it
+    TRACES.trace(model, {**padded(rows(2)), "num_items_in_batch": torch.tensor(9)})
 
 
 def train(kind: type[Any], folder: Path, name: str, **more: Any) -> tuple[Any, list[Left]]:

@@ -23,8 +23,8 @@ def rows(count: int) -> list[dict[str, Tensor]]:
 
 
 def padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """To the longest of these, and one more: no batch is without padding, which would be traced once more."""
-    width = 1 + max(len(sample["input_ids"]) for sample in samples)
+    """To a multiple of 4 above the longest: no batch is without padding, which would be traced once more."""
+    width = 4 + max(len(sample["input_ids"]) for sample in samples) // 4 * 4
     ids = torch.zeros(len(samples), width, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for row, sample in enumerate(samples):

@@ -154,7 +154,8 @@ def whisper() -> nn.Module:
 
 
 def mixtral(**switches: Any) -> nn.Module:
-    return made("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, **switches)
+    sizes = {**DECODER, "num_hidden_layers": 1, "num_local_experts": 4}
+    return made("MixtralForCausalLM", "MixtralConfig", **sizes, **switches)
 
 
 def qwen3_moe() -> nn.Module:

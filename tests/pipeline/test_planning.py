@@ -71,8 +71,8 @@ def links_and_plans() -> None:
     for mesh, shape in ((line, (1, 4)), (square, (2, 2))):
         model = _model()
         plain = copy.deepcopy(model)
-        asked: dict[str, Any] = {"schedules": ["1f1b", "zb-h1"], "microbatches": None if mesh is line else 4}
-        plan = gapless.make_plan(model, x, y, mesh=mesh, loss=F.mse_loss, **asked, seconds=0.005)
+        asked: dict[str, Any] = {"schedules": ["1f1b", "zb-h1"], "microbatches": 4, "seconds": 0.005}
+        plan = gapless.make_plan(model, x, y, mesh=mesh, loss=F.mse_loss, **asked)
         assert _same_everywhere(plan.to_json())
         assert (plan.mesh.replicas, plan.num_devices) == shape
         assert plan.caution.startswith("4 CPU ranks share the ")

@@ -7,6 +7,7 @@ from one host to the other, with the same delay and rate. Everything ends with t
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -27,6 +28,8 @@ _MTU = 9000
 _PREFIX = "gapless-"
 # Or the ranks of two hosts would find that they can share memory.
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+_NEW_MOUNTS, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x20000000, 0x40000000  # of linux/sched.h
+_RECURSIVE, _PRIVATE = 0x4000, 0x40000  # of linux/mount.h
 _SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
@@ -81,6 +84,19 @@ class Hosts:
         yield
         for name, other in zip(self.names, reversed(ADDRESSES), strict=True):
             assert _run("-n", name, "neigh", "del", other, "dev", INTERFACE).returncode == 0
+
+
+def enter(name: str) -> None:
+    """Goes on in that namespace, in a process that is the first of its host; this one ends as that one does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as network:
+        assert libc.setns(network.fileno(), _NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(_NEW_PROCESSES | _NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    die_with_parent()
+    assert libc.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0, os.strerror(ctypes.get_errno())
 
 
 @contextlib.contextmanager

@@ -78,21 +78,21 @@ def test_a_failed_pipeline_that_nobody_holds_ends_too() -> None:
     assert alive() == []
 
 
-def test_two_hundred_pipelines_leave_no_thread_and_no_memory() -> None:
+def test_a_hundred_pipelines_leave_no_thread_and_no_memory() -> None:
     def open_and_close(count: int) -> None:
         for number in range(count):
             schedule = ("1f1b", "zb-v", "gpipe", "interleaved")[number % 4]
-            pipe = pipeline(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), schedule=schedule)
-            pipe.step(torch.randn(8, 64), torch.randn(8, 64))
+            pipe = pipeline(nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), schedule=schedule)
+            pipe.step(torch.randn(8, 128), torch.randn(8, 128))
             if number % 2:
                 pipe.close()
         gc.collect()
 
     open_and_close(40)
     before = resident()
-    open_and_close(160)
+    open_and_close(80)
     assert alive() == []
-    assert resident() - before < 8 * 2**20  # one model of each would be 10 MiB
+    assert resident() - before < 8 * 2**20  # one model of each would be 20 MiB
 
 
 # -- used from elsewhere -----------------------------------------------------------------------------------------------
@@ -152,19 +152,19 @@ def test_a_pipeline_can_not_be_copied_and_says_what_can(copying: Callable[[Any],
 
 
 def steps_leave_memory_flat(schedule: str, remat: Remat, steps: int) -> None:
-    """A microbatch's activations are 16 KiB a layer here: one forgotten in each step would be seen."""
+    """A microbatch's activations are 64 KiB a layer here: one forgotten in each step would be seen."""
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Dropout(0.1), nn.LayerNorm(32))
     with pipeline(model, schedule=schedule_named(schedule, 2, 4), remat=remat) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
 
         def run(count: int) -> None:
             for number in range(count):
-                pipe.step(torch.randn(512, 32), torch.randn(512, 32), outputs=number % 2 == 0)
+                pipe.step(torch.randn(2048, 32), torch.randn(2048, 32), outputs=number % 2 == 0)
                 pipe.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 if number % 10 == 0:
-                    pipe.evaluate(torch.randn(512, 32))
+                    pipe.evaluate(torch.randn(2048, 32))
 
         gc.collect()
         gc.disable()  # what only the collector finds would be found late
@@ -175,11 +175,11 @@ def steps_leave_memory_flat(schedule: str, remat: Remat, steps: int) -> None:
             grown = resident() - before
         finally:
             gc.enable()
-    assert grown < steps * 2**13
+    assert grown < steps * 2**15
 
 
-def test_three_hundred_steps_leave_memory_flat() -> None:
-    steps_leave_memory_flat("zb-v", "stage", 300)
+def test_a_hundred_steps_leave_memory_flat() -> None:
+    steps_leave_memory_flat("zb-v", "stage", 100)
 
 
 @pytest.mark.slow

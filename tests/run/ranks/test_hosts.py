@@ -23,7 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 from gapless.cli import main as command_line
 from gapless.errors import TransportError
-from tests.run.hosts import ADDRESSES, Hosts, two_hosts
+from tests.launcher import Launcher
+from tests.run.crew import Crew, leave
+from tests.run.hosts import ADDRESSES, INTERFACE, Hosts, enter, two_hosts
 
 DELAY, RATE = 0.005, 12.5e6  # seconds; bytes a second: 100 Mbit/s
 DEVICES, MICROBATCHES, SECONDS, BYTES = 2, 6, 0.01, 131072
@@ -38,10 +40,10 @@ MEASURED = [pytest.mark.slow, pytest.mark.alone]  # the speed of a link
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=MEASURED)])
-def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -> None:
+def test_two_hosts_have_the_bits_of_the_plain_loop(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
         if ranks == 1:
-            found = one_rank_each(hosts, "exact", tmp_path / "found.json")
+            found = one_rank_each(hosts, launcher, tmp_path)
         else:
             found = torchrun(hosts, ranks, "exact", tmp_path / "found.json")
     assert found["exact"] == ["1f1b", "zb-v"]
@@ -91,15 +93,26 @@ def torchrun(hosts: Hosts, ranks: int, what: str, file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def one_rank_each(hosts: Hosts, what: str, file: Path) -> Any:
-    """The same without torchrun, whose two agents take longer than the ranks."""
-    group = ["env", f"MASTER_ADDR={ADDRESSES[0]}", "MASTER_PORT=29500", "WORLD_SIZE=2", "LOCAL_RANK=0"]
-    program = [sys.executable, "-m", "tests.run.ranks.test_hosts", what, str(file)]
-    hosts.launch([[*group, f"RANK={node}", *program] for node in range(2)], timeout=250)
+def one_rank_each(hosts: Hosts, launcher: Launcher, folder: Path) -> Any:
+    """The same without torchrun and imports, which take longer than the ranks."""
+    said, file = [folder / f"{rank}.txt" for rank in range(2)], folder / "found.json"
+    pids = launcher.start(on_host, 2, *hosts.names, str(file), said=said, imports=__name__)
+    try:
+        assert set(Crew(launcher, folder, pids).ended(seconds=250).values()) == {0}, [each.read_text() for each in said]
+    finally:
+        launcher.end(pids)
     return json.loads(file.read_text())
 
 
 # -- on every rank ----------------------------------------------------------------------------------------------------
+
+
+def on_host(rank: int, ranks: int, first: str, second: str, file: str) -> None:
+    enter((first, second)[rank])
+    os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29500", GLOO_SOCKET_IFNAME=INTERFACE)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    main("exact", file)
+    leave()
 
 
 def main(what: str, file: str) -> None:

@@ -19,7 +19,7 @@ import gapless
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.forked import Launch
 from tests.run.streams import reference
-from tests.run.streams.test_rank_runner import follow, pipeline
+from tests.run.streams.test_rank_runner import TRACES, before_ranks, follow, pipeline  # noqa: F401
 from tests.run.streams.test_stream import SEED, adam, batches, failing, make, momentum, same, slower
 from tests.run.streams.test_stream_traced import net
 
@@ -116,7 +116,8 @@ def saved(replicas: Sequence[int], at: int, count: int) -> None:
 
 
 def traced(replicas: Sequence[int]) -> None:
-    """All replicas of a stage trace the model, and hold its weights alike."""
+    """All replicas of a stage have the same trace, and hold its weights alike."""
+    TRACES.use()
     data = batches(7)
     with pipeline(net(0.2), replicas=replicas, example=data[0][0]) as pipe:
         with pipe.stream(optimizer=momentum) as stream:

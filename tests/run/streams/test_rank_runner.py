@@ -3,6 +3,7 @@
 Processes are expensive to start, so each launch runs many settings, one after another.
 """
 
+import functools
 import os
 import signal
 import time
@@ -39,7 +40,18 @@ from tests.run.streams.test_stream import (
     slower,
 )  # fmt: skip
 from tests.run.streams.test_stream_state import Odd
-from tests.run.streams.test_stream_traced import net
+from tests.run.streams.test_stream_traced import X, net
+from tests.traced_once import Traces
+
+TRACES = Traces()
+
+
+@functools.cache
+def before_ranks() -> None:
+    """In training and in evaluation."""
+    TRACES.trace(model := net(0.2), X)
+    with torch.no_grad():
+        TRACES.trace(model.eval(), X)
 
 
 def pipeline(model: nn.Module, kind: str = "stashing", copies: int = 1, **options: Any) -> gapless.Pipeline:
@@ -68,6 +80,7 @@ def check(
 
 
 def traced() -> None:
+    TRACES.use()
     data = batches(9)
     with pipeline(net(0.2), example=data[0][0]) as pipe:
         with pipe.stream(optimizer=momentum, split=True) as stream:
