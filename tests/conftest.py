@@ -7,27 +7,25 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from gapless.model.traced import settled
 from tests.launcher import Launcher, launching
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.pairs import leave_pairs
 from tests.programs import Programs
-from tests.run.crew import Server
-from tests.run.forked import Launch
-from tests.traced_once import Traces
-from tests.unneeded import leave_out
+
+if TYPE_CHECKING:  # the process that only hands out tests does without torch
+    from tests.run.crew import Server
+    from tests.run.forked import Launch
+    from tests.traced_once import Traces
 
 _LAUNCHING = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One launcher for all processes that run tests: it imports torch once."""
-    leave_out()
     if hasattr(config, "workerinput"):
         config.stash[_LAUNCHING] = Path(config.workerinput["launching"])
     else:
@@ -47,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    from tests.unneeded import leave_out
+
+    leave_out()
     leave_pairs(items)
     yield
     if asked := config.getoption("--part"):  # of those that are left
@@ -71,6 +72,8 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _begins_alike() -> None:
     """With one intra-op thread and the same random numbers, whatever the test before has set and drawn."""
+    import torch
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
@@ -89,12 +92,16 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="session")
-def launch(launcher: Launcher) -> Launch:
+def launch(launcher: Launcher) -> "Launch":
+    from tests.run.forked import Launch
+
     return Launch(launcher)
 
 
 @pytest.fixture(scope="session")
-def server(launcher: Launcher) -> Server:
+def server(launcher: Launcher) -> "Server":
+    from tests.run.crew import Server
+
     return Server(launcher)
 
 
@@ -104,19 +111,25 @@ def programs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pr
 
 
 @pytest.fixture(scope="session")
-def _traces() -> Traces:
+def _traces() -> "Traces":
+    from tests.traced_once import Traces
+
     return Traces()
 
 
 @pytest.fixture
-def traced_once(_traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_once(_traces: "Traces", monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test with many ways to run a model: a model is traced once for all of them."""
+    from gapless.model.traced import settled
+
     monkeypatch.setattr(settled, "Trace", _traces)
 
 
 @pytest.fixture
 def compiled_anew() -> Iterator[None]:
     """Nothing is left that another test has compiled."""
+    import torch
+
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -125,6 +138,8 @@ def compiled_anew() -> Iterator[None]:
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of a GPU give the same bits every time."""
+    import torch
+
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,7 +1,6 @@
 """One thread is one thread, for every kernel, and only where it was asked for."""
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 import gapless
 from gapless.stage.intra_op import _openmp, intra_op_threads, set_intra_op_threads
+from tests.programs import Programs
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 
@@ -72,12 +72,14 @@ def _dynamic() -> int | None:
     return None if openmp is None else openmp.omp_get_dynamic()
 
 
-def test_a_library_in_a_folder_with_a_space_stops_nobody(tmp_path: Path) -> None:
+def test_a_library_in_a_folder_with_a_space_stops_nobody(programs: Programs, tmp_path: Path) -> None:
     """A program whose other libraries bring an OpenMP of their own, before torch's is looked for."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     program = f"""
-import ctypes, pathlib, shutil, torch
+import ctypes, shutil, torch
+from gapless.stage.intra_op import _openmp
+assert not _openmp.cache_info().currsize
 found = [line.split(maxsplit=5)[5] for line in open("/proc/self/maps") if "libgomp" in line]
 if found:
     copy = shutil.copy(found[0].strip(), {str(folder / "libgomp-other.so")!r})
@@ -86,9 +88,8 @@ import gapless
 layers = [torch.nn.Linear(4, 4) for _ in range(2)]
 with gapless.Pipeline(layers, devices=["cpu"] * 2, microbatches=2, loss=torch.nn.functional.mse_loss) as pipe:
     pipe.step(torch.ones(4, 4), torch.ones(4, 4))
-from gapless.stage.intra_op import _openmp
 library = _openmp()
 print(library is None or "other" not in library._name)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "True\n", done.stderr
+    done = programs.run("-c", program)
+    assert done.out == "True\n", done.err

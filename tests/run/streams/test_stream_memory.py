@@ -81,7 +81,7 @@ def stays_flat(kind: str, rounds: int, count: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 def test_no_version_is_left_behind(kind: str) -> None:
-    stays_flat(kind, 3, 12, optimizer=adam, correction="spectrain", split=True)
+    stays_flat(kind, 2, 9, optimizer=adam, correction="spectrain", split=True)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def in_microbatch_order(schedule: Schedule) -> bool:
     return all(numbers == list(range(schedule.num_microbatches)) for numbers in chains.values())
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [15, pytest.param(500, marks=pytest.mark.slow)])
 def test_it_fits_runs_keeps_the_order_and_is_never_worse_than_a_named_recipe(number: int) -> None:
     settings(max_examples=number, suppress_health_check=[HealthCheck.too_slow])(
         given(questions())(keeps_its_promises)

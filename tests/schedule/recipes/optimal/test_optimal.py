@@ -321,7 +321,7 @@ def test_an_error_in_progress_ends_the_search() -> None:
 
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
-        optimal(vee(4), 8, TRANSFORMER, memory_limit=4, progress=progress)
+        optimal(vee(3), 6, TRANSFORMER, memory_limit=3, progress=progress)
     assert time.monotonic() - began < 60
 
 
