@@ -26,7 +26,7 @@ WIDTH = 192  # of weights that are large enough to be shared out among replicas
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH + 2), nn.Linear(WIDTH + 2, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH + 2, bias=False), nn.Linear(WIDTH + 2, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         return x + self.down(torch.tanh(self.up(x)))

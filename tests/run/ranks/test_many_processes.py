@@ -454,17 +454,16 @@ def test_each_rank_holds_its_part_of_the_model(launch: Launch) -> None:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-def replicas(*names: str) -> None:
+def replicas() -> None:
     """Two replicas: the sum of what plain loops over each half give, each with its microbatches' seeds and weights."""
     ranks = dist.get_world_size()
-    for name in names:
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
-        if name == "pp-first":
-            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("pp", "dp"))
-        for schedule, sizes in (("1f1b", (8, 8)), ("zb-h1", (9, 4)), ("zb-v", (8, 2))):
-            _replicas(mesh, schedule, sizes)
-        _replicas(mesh, "1f1b", (8, 8), tied_layers, tokens, logits_loss, tied="exact")
-        _replicas(mesh, "zb-h1", (8, 8), tied_layers, tokens, logits_loss, exact=False)
+    dp_first = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "pp"))
+    pp_first = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("pp", "dp"))
+    _replicas(dp_first, "1f1b", (8, 8))
+    _replicas(pp_first, "zb-h1", (9, 4))
+    _replicas(dp_first, "zb-v", (8, 2))
+    _replicas(pp_first, "1f1b", (8, 8), tied_layers, tokens, logits_loss, tied="exact")
+    _replicas(dp_first, "zb-h1", (8, 8), tied_layers, tokens, logits_loss, exact=False)
 
 
 def _samples(count: int) -> tuple[Tensor, Tensor]:
@@ -523,7 +522,7 @@ def _plain(
 
 
 def test_replicas_add_up_to_the_plain_loop(launch: Launch) -> None:
-    launch(replicas, 4, "dp-first", "pp-first")
+    launch(replicas, 4)
 
 
 # -- as users start it -------------------------------------------------------------------------------------------------
