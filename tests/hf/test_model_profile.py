@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gapless.plan.profile.profile import Profile
 from tests.hf.configs import LARGE, SMALL, folder_of
 from tests.model.hub import hub
+from tests.plan.profile.test_blocks import flops_of, parameters_of
 
 
 def profile_of(path: Path, config: dict[str, Any], **options: Any) -> tuple[Any, Profile]:
@@ -23,14 +23,6 @@ def profile_of(path: Path, config: dict[str, Any], **options: Any) -> tuple[Any,
 
     folder = folder_of(path, config)
     return built(config_of(folder), "auto"), model_profile(folder, flops=1e12, **options)
-
-
-def parameters_of(model: nn.Module) -> int:
-    return sum(each.nbytes for each in model.parameters())
-
-
-def flops_of(profile: Profile, *names: str) -> int:
-    return round(1e12 * float(sum(getattr(layer, name).median for layer in profile.layers for name in names)))
 
 
 @pytest.mark.slow  # tests/plan/profile/test_blocks.py has small ones

@@ -22,14 +22,7 @@ from gapless.stage.split.deferred import defer
 from gapless.stage.stage import Remat
 from tests.pipelines import Do, alive, assert_same, assert_same_gradients, mlp, schedule_named
 from tests.programs import Programs
-
-X, Y = torch.randn(8, 6), torch.randn(8, 6)
-
-
-def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
-    asked: dict[str, Any] = {"devices": 2, "microbatches": 4, "loss": F.mse_loss, **options}
-    return gapless.Pipeline(mlp() if model is None else model, **asked)
-
+from tests.run.test_life import X, Y, pipeline
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 

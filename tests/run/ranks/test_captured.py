@@ -1,6 +1,7 @@
 """A traced module, with a parameter that several ranks share: the bits of the plain loop."""
 
 import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,21 @@ from gapless.plan.plan import Plan
 from tests.pipelines import SEED, assert_same, tokens
 from tests.run.forked import Launch
 from tests.run.ranks.test_many_processes import TiedGpt, line, logits_loss
+from tests.traced_once import Traces
+
+TRACES = Traces()
 
 
-def captured_models() -> None:
-    mesh = line()
-    torch.manual_seed(2)
-    data = [tokens(8) for _ in range(3)]
-    _captured(mesh, TiedGpt(), data, "zb-h1")
+@functools.cache
+def before_ranks() -> None:
+    TRACES.trace(TiedGpt(), tokens(2)[0])
 
 
-def planned_model(file: str) -> None:
+def captured_models(file: str) -> None:
+    TRACES.use()
     mesh, plan = line(), Plan.read(file)
     torch.manual_seed(2)
+    _captured(mesh, TiedGpt(), [tokens(8) for _ in range(3)], "zb-h1")
     pipe = _captured(mesh, TiedGpt(), [tokens(8)], plan)
     assert plan.cuts is not None
     rank = dist.get_rank()
@@ -57,12 +61,10 @@ def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str | Pla
     return pipe
 
 
-def test_captured_models_give_the_bits_of_the_plain_loop(launch: Launch) -> None:
-    launch(captured_models, 2)
-
-
-def test_ranks_cut_a_traced_model_where_the_plan_says(tmp_path: Path, launch: Launch) -> None:
+def test_ranks_have_the_bits_of_the_plain_loop_and_cut_a_traced_model_where_the_plan_says(
+    tmp_path: Path, launch: Launch
+) -> None:
     options: dict[str, Any] = {"schedules": ["1f1b"], "microbatches": 4, "seconds": 0.01}
     plan = gapless.make_plan(TiedGpt(), *tokens(8), devices=["cpu"] * 2, loss=logits_loss, **options)
     plan.write(tmp_path / "plan.json")
-    launch(planned_model, 2, str(tmp_path / "plan.json"))
+    launch(captured_models, 2, str(tmp_path / "plan.json"))
