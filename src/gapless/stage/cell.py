@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.aliases import OWN_CHANGED
 from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, mark_view, was_view
 from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
@@ -74,7 +75,7 @@ class Cell(CellTies):
         ):
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = ([inputs], None) if is_lone else mb.flatten(inputs, views=self._shares)
-        kept = Kept.of(tensors, shape)
+        kept = Kept.of([*tensors, *mb.views_in(inputs, shape)], shape, together=self._intake.together)
         handed = self._build(work, kept)
         if then is not None:
             then(handed)
@@ -191,13 +192,16 @@ class Cell(CellTies):
                 if not quiet:
                     undo.begin(work.step)
                 try:
-                    value = tensors[0] if kept.shape is None else mb.unflatten(tensors, kept.shape)
-                    handed = self._run(work, kept, value, defer=defer)
+                    handed = self._run(work, kept, kept.value(tensors), defer=defer)
                 except (Restart, RuntimeError) as error:
                     if quiet:
                         undo.entered()
                     quiet = False
-                    undo.start_again(error, self._place[0], guarded=intake.guarded)
+                    if OWN_CHANGED in str(error) and not kept.together:
+                        undo.start_again(Restart("a layer changes its input in place"), self._place[0], guarded=True)
+                        kept.together = intake.together = True
+                    else:
+                        undo.start_again(error, self._place[0], guarded=intake.guarded)
                     intake.put_back(leaves, taken, numbers)
                     intake.guarded |= not isinstance(error, Restart)
                 else:
@@ -279,4 +283,4 @@ class Cell(CellTies):
             kept.edges = [edge_of(value)]
             return value.detach().requires_grad_()
         tensors, shape = mb.flatten(value, views=self._shares)
-        return mb.unflatten(kept.hand_on(tensors, self._viewed), shape)
+        return mb.unflatten(kept.hand_on(tensors, mb.views_in(value, shape), self._viewed), shape)

@@ -63,7 +63,7 @@ class Kept:
     recomputed.
     """
 
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # those of views last
     shape: mb.Shape | None
     edges: list[GradientEdge | None] | None = None
     starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`
@@ -79,12 +79,20 @@ class Kept:
     looked_at: bool = False  # as it may differ from others with as many
     known_ties: tuple[Tie, ...] = ()  # when its forward ran
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
+    together: bool = False  # gradients of views meet at what they are views of: a layer changes one in place
     views: tuple[int, ...] = ()  # leaves that were views where they were made
     changed: Collection[int] = ()  # of these: changed in place, so their gradients are for their bases
     bases: Mapping[int, Base | None] = dataclasses.field(default_factory=dict)  # of outputs that are views
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        shape: mb.Shape | None,
+        autocast: AutocastState | None = None,
+        *,
+        together: bool = False,
+    ) -> "Kept":
         """For these inputs."""
         views: tuple[int, ...] = ()
         leaves = []
@@ -92,11 +100,18 @@ class Kept:
             leaves.append(tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach())
             if getattr(tensor, "was_view", False):
                 views = (*views, number)
-        return cls(leaves, shape, autocast=autocast, views=views)
+        return cls(leaves, shape, autocast=autocast, together=together, views=views)
 
-    def hand_on(self, tensors: Sequence[Tensor], viewed: Viewed) -> list[Tensor]:
-        """The outputs, cut off from the graph, whose edges are noted."""
-        self.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in tensors]
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """What the layers get, with these for its leaves."""
+        if self.shape is None:
+            return tensors[0]
+        count = len(self.shape.tensors)
+        return mb.unflatten(tensors[:count], self.shape, () if self.together else self.leaves[count:])
+
+    def hand_on(self, tensors: Sequence[Tensor], views: Sequence[Tensor], viewed: Viewed) -> list[Tensor]:
+        """The outputs, cut off from the graph, whose edges are noted; those of views of them too."""
+        self.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in (*tensors, *views)]
         handed, bases = [leaf_of(tensor) for tensor in tensors], {}
         for number, tensor in enumerate(tensors):
             if self.edges[number] is not None and (viewed is not NO_VIEWS or tensor._is_view()):
@@ -158,7 +173,7 @@ class Kept:
                 raise CHANGED_VIEWS.refusal(_NO_BASE)
             edges[number], found[number] = base.edge, base.grad(grad)
             if base.source is not None:  # itself an input, so the gradient goes on to the stage before
-                others = [edge for other, edge in enumerate(self.edges) if other != number]
+                others = [edge for other, edge in enumerate(self.edges) if other != number and grads[other] is not None]
                 if get_gradient_edge(self.leaves[base.source]).node in nodes_of(others):
                     raise CHANGED_VIEWS.refusal(_USED_BETWEEN)
                 self.changed = {*self.changed, base.source}
@@ -240,6 +255,6 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
 
 
-def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
-    if grad.stride() != stride:
+def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor | None) -> None:
+    if grad is not None and grad.stride() != stride:
         as_they_came[number] = grad

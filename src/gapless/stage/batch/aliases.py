@@ -7,7 +7,8 @@ tensor, the base, and the others are made from it again as its views:
     (h[:, :4], h[:, 2:])      h is handed on, though it is not in the tree
     the same without grad     the stretch of memory in which they are
 
-Their gradients meet at the base, in autograd's order.
+Each of them has a gradient of its own, which goes where it goes in plain training. Where a layer changes one in place
+they can't: then their gradients meet at the base.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -53,6 +54,24 @@ def _outer_first(tensor: Tensor) -> list[int]:
     """Its dimensions, so that it would be contiguous."""
     steps = [*zip(tensor.stride(), tensor.shape, strict=True)]
     return sorted(range(tensor.dim()), key=steps.__getitem__, reverse=True)
+
+
+class OwnGradient(torch.autograd.Function):
+    """A view whose gradient goes to a leaf of its own instead of its base. Torch refuses to change it in place, and to
+    use it once its base was changed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return view
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None, grad
+
+
+OWN_CHANGED = "This view was created inside a custom Function"  # what torch then says
 
 
 class WithoutViews(NamedTuple):
@@ -111,8 +130,8 @@ def _way(node: Any, ends: Collection[NodeOutput]) -> Iterator[tuple[Any, NodeOut
     """The nodes from there on, each with where it hands its gradient, up to the first of these ends. Of several views,
     autograd runs the node with the highest number first.
     """
-    while node is not None and len(node.next_functions) == 1:
-        (edge,) = node.next_functions
+    while node is not None and (len(node.next_functions) == 1 or isinstance(node, OwnGradient._backward_cls)):
+        edge = node.next_functions[0]
         yield node, edge
         node = None if edge in ends else edge[0]
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import CUT_BATCHES
 
-from .aliases import View, with_views
+from .aliases import OwnGradient, View, with_views
 
 _NOWHERE = -1  # the place of a tensor that only views are made of
 _CONSTANTS = frozenset((bool, int, float, str))
@@ -80,14 +80,32 @@ def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shap
     return bases, Shape(shape.spec, shape.leaves, places[:count], again, views_at)
 
 
-def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
-    """The tree of that shape with these tensors (or anything else) in the places of its own."""
+def views_in(tree: Any, shape: Shape | None) -> list[Tensor]:
+    """The tensors of a tree that are views in its shape, in the order of their places."""
+    if shape is None or not shape.views:
+        return []
+    leaves = pytree.tree_leaves(tree)
+    return [leaves[place] for place in _places_of_views(shape)]
+
+
+def _places_of_views(shape: Shape) -> list[int]:
+    return sorted(place for place, _ in shape.views if place != _NOWHERE)
+
+
+def unflatten(tensors: Sequence[Any], shape: Shape | None, own: Sequence[Tensor] = ()) -> Any:
+    """The tree of that shape with these tensors (or anything else) in the places of its own. `own` are the leaves to
+    which the gradients of `views_in` it go, if not to these tensors.
+    """
     if shape is None:
         return tensors[0]
     leaves = [*shape.leaves, None]
     made = [*tensors]
+    leaf_at = dict(zip(_places_of_views(shape), own, strict=True)) if own else {}
     for _, view in shape.views:
         made.append(view.of(made[view.number]))
+    for number, (place, _) in enumerate(shape.views, len(tensors)):
+        if place in leaf_at and made[number].requires_grad:
+            made[number] = OwnGradient.apply(made[number], leaf_at[place])  # type: ignore[no-untyped-call]
     for place, tensor in zip((*shape.tensors, *(place for place, _ in shape.views)), made, strict=True):
         leaves[place] = tensor
     for place, number in shape.again:
