@@ -186,13 +186,16 @@ class Cell(CellTies):
                 cast = intake.casts or calls.mode.casts_by_itself or autocast_is_on()
                 copies = intake.guarded or not intake.tried
                 tensors = intake.given(leaves, kept.views, cast=cast) if copies or cast else leaves
-                self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
+                value, self._viewed = kept.value(tensors), NO_VIEWS
+                if kept.views or kept.together:
+                    views = mb.views_in(value, kept.shape) if kept.together else ()
+                    self._viewed = Viewed(tensors, kept.views, views)
                 versions, taken = [*map(VERSION, tensors)], [*map(VERSION, leaves)]
                 numbers = None if intake.tried else [leaf.detach().clone() for leaf in leaves]
                 if not quiet:
                     undo.begin(work.step)
                 try:
-                    handed = self._run(work, kept, kept.value(tensors), defer=defer)
+                    handed = self._run(work, kept, value, defer=defer)
                 except (Restart, RuntimeError) as error:
                     if quiet:
                         undo.entered()
@@ -211,7 +214,7 @@ class Cell(CellTies):
             was_changed = versions != [*map(VERSION, tensors)]
             if was_changed or not intake.tried:
                 intake.learn(was_changed, seen=copies or not cast)
-            if was_changed and kept.views:
+            if was_changed and self._viewed is not NO_VIEWS:
                 kept.changed = self._viewed.changed(kept.edges, self._place[0])
             self._viewed = NO_VIEWS
         if not work.replaying and (not quiet or attributes.begun or attributes.changed):
@@ -282,5 +285,6 @@ class Cell(CellTies):
         if type(value) is Tensor and value.grad_fn is not None and not value._is_view() and self._viewed is NO_VIEWS:
             kept.edges = [edge_of(value)]
             return value.detach().requires_grad_()
+        start = nodes_made()
         tensors, shape = mb.flatten(value, views=self._shares)
-        return mb.unflatten(kept.hand_on(tensors, mb.views_in(value, shape), self._viewed), shape)
+        return mb.unflatten(kept.hand_on(tensors, mb.views_in(value, shape), self._viewed, start), shape)

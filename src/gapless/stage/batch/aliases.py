@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from gapless.guards.passed_tensors import SHARED_MEMORY
 
 NodeOutput = tuple[Any, int]  # a node, and which of its outputs
+NOWHERE = -1  # the place of a tensor that only views are made of
 
 
 class View(NamedTuple):
@@ -74,6 +75,25 @@ class OwnGradient(torch.autograd.Function):
 OWN_CHANGED = "This view was created inside a custom Function"  # what torch then says
 
 
+def places_of(views: Sequence[tuple[int, View]]) -> list[int]:
+    """In a tree, of those that are there."""
+    return sorted(place for place, _ in views if place != NOWHERE)
+
+
+def made_with_views(
+    tensors: Sequence[Tensor], views: Sequence[tuple[int, View]], own: Sequence[Tensor]
+) -> list[Tensor]:
+    """The tensors and the views that are made from them; `own` are the leaves of those at `places_of` them."""
+    made = [*tensors]
+    for _, view in views:
+        made.append(view.of(made[view.number]))
+    leaf_at = dict(zip(places_of(views), own, strict=True)) if own else {}
+    for number, (place, _) in enumerate(views, len(tensors)):
+        if place in leaf_at and made[number].requires_grad:
+            made[number] = OwnGradient.apply(made[number], leaf_at[place])  # type: ignore[no-untyped-call]
+    return made
+
+
 class WithoutViews(NamedTuple):
     """Tensors that share no memory, the views that are made from them, one after the other, and which of all these each
     of the tensors is.
@@ -123,7 +143,13 @@ def _made_from(base: Tensor, members: list[Tensor]) -> list[tuple[Tensor, Tensor
             for node, edge in _way(start, ends):
                 parent, number = ends.get(edge, base), node._sequence_nr()
             made.append((number, view, parent))
-    return [(view, parent) for _, view, parent in sorted(made, key=itemgetter(0))]
+    made.sort(key=itemgetter(0))
+    ordered, there = list[tuple[Tensor, Tensor]](), {id(base)}
+    while made:  # a change in place makes the node of a view anew: it may be younger than those of views of it
+        _, view, parent = made.pop(next(n for n, (_, _, parent) in enumerate(made) if id(parent) in there))
+        ordered.append((view, parent))
+        there.add(id(view))
+    return ordered
 
 
 def _way(node: Any, ends: Collection[NodeOutput]) -> Iterator[tuple[Any, NodeOutput]]:

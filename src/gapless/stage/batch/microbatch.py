@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import CUT_BATCHES
 
-from .aliases import OwnGradient, View, with_views
+from .aliases import NOWHERE, View, made_with_views, places_of, with_views
 
-_NOWHERE = -1  # the place of a tensor that only views are made of
 _CONSTANTS = frozenset((bool, int, float, str))
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
@@ -69,9 +68,9 @@ def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shap
     bases, views, found = with_views(tensors)
     if not views:
         return tensors, shape
-    places, again = [_NOWHERE] * (len(bases) + len(views)), []
+    places, again = [NOWHERE] * (len(bases) + len(views)), []
     for number, place in (*enumerate(shape.tensors), *((number, place) for place, number in shape.again)):
-        if places[found[number]] == _NOWHERE:
+        if places[found[number]] == NOWHERE:
             places[found[number]] = place
         else:
             again.append((place, found[number]))
@@ -85,11 +84,7 @@ def views_in(tree: Any, shape: Shape | None) -> list[Tensor]:
     if shape is None or not shape.views:
         return []
     leaves = pytree.tree_leaves(tree)
-    return [leaves[place] for place in _places_of_views(shape)]
-
-
-def _places_of_views(shape: Shape) -> list[int]:
-    return sorted(place for place, _ in shape.views if place != _NOWHERE)
+    return [leaves[place] for place in places_of(shape.views)]
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None, own: Sequence[Tensor] = ()) -> Any:
@@ -99,18 +94,12 @@ def unflatten(tensors: Sequence[Any], shape: Shape | None, own: Sequence[Tensor]
     if shape is None:
         return tensors[0]
     leaves = [*shape.leaves, None]
-    made = [*tensors]
-    leaf_at = dict(zip(_places_of_views(shape), own, strict=True)) if own else {}
-    for _, view in shape.views:
-        made.append(view.of(made[view.number]))
-    for number, (place, _) in enumerate(shape.views, len(tensors)):
-        if place in leaf_at and made[number].requires_grad:
-            made[number] = OwnGradient.apply(made[number], leaf_at[place])  # type: ignore[no-untyped-call]
+    made = made_with_views(tensors, shape.views, own) if shape.views else tensors
     for place, tensor in zip((*shape.tensors, *(place for place, _ in shape.views)), made, strict=True):
         leaves[place] = tensor
     for place, number in shape.again:
         leaves[place] = made[number]
-    return pytree.tree_unflatten(leaves[:_NOWHERE], shape.spec)
+    return pytree.tree_unflatten(leaves[:NOWHERE], shape.spec)
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
