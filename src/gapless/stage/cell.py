@@ -230,7 +230,8 @@ class Cell(CellTies):
             calls.stored.set_elsewhere(stored)
         defer = defer and work.defer
         if work.step != self._step:
-            self._step, self._cast_anew, self._walked = work.step, self._ties, False
+            self._step, self._cast_anew = work.step, self._ties
+            self._walked.clear()
             self._deferring.clear()
         elif self._ties != self._cast_anew:
             self._cast_anew = tuple(each for each in self._ties if each in self._cast_anew or self._may_cast_anew(each))
@@ -258,10 +259,11 @@ class Cell(CellTies):
         if mode.switched:
             check_switched(mode, [each.parameter for each in self._ties])
         # Code that is not torch's own may end elsewhere with as many nodes as before.
-        may_differ = calls.is_open and (not self._walked or mode.met_strangers or calls.ran_unseen)
+        may_differ = calls.is_open and (defer not in self._walked or mode.met_strangers or calls.ran_unseen)
         if may_differ or graph not in self._graphs:
             self._look(kept)
-            self._walked = kept.looked_at = True
+            self._walked.add(defer)
+            kept.looked_at = True
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:

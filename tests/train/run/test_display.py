@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -111,7 +112,7 @@ def test_the_first_step_of_a_resumed_run_is_cold_too() -> None:
 
 def test_a_report_leaves_out_the_first_step_of_each_process() -> None:
     """Where a run was resumed on the same devices, its cold step counted."""
-    start = {"step": 0, "started": {"devices": "2"}}
+    start: dict[str, Any] = {"step": 0, "started": {"devices": "2"}}
     lines = [start, *({"step": step, "loss": 1.0} for step in (1, 2)), start, {"step": 3, "loss": 1.0}]
     lines += [{"step": 3, "evaluation": 1.0, "seconds": 1.0}, {"step": 4, "loss": 1.0}]
     (part,), (cold,) = parts_of(lines), parts_of(lines[:2])

@@ -32,7 +32,8 @@ class CellTies:
         self._intake = Intake()
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
-        self._step, self._walked = -1, False  # whether a graph of this step was walked
+        self._step = -1
+        self._walked: set[bool] = set()  # graphs of this step: of forwards whose gradients wait, and of others
         self._cast_anew: tuple[Tie, ...] = ()  # in this step
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
         self._sole: set[int] = set()  # those that one compiled region uses and nobody else, in the graph last walked
@@ -109,7 +110,7 @@ class CellTies:
             used = [each for each in found.parameters if id(each) not in own]
             used += [each for key, (each, _) in deferred.items() if key not in own]
             for each in used:
-                self._stray(self._place, each, self._walked and casts_are_kept())
+                self._stray(self._place, each, bool(self._walked) and casts_are_kept())
                 own[id(each)] = each
             late = [tie for tie in self._ties if any(tie.parameter is each for each in used)]
             low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()
