@@ -226,3 +226,18 @@ def test_a_hidden_use_that_leaves_a_graph_as_large_as_it_was_is_found_in_forward
         return [linear(), Do(late, linear()), linear(), linear()], F.mse_loss
 
     assert_same_as_loop(make, schedule="zb-v", partition=[1, 1, 1, 1], steps=3)
+
+
+def test_a_hidden_use_of_some_microbatches_in_graphs_of_one_size_is_refused() -> None:
+    """Its gradient came before the one that waits: other bits."""
+
+    def hidden(part: nn.Module, x: Tensor) -> Any:
+        made = part(x)
+        return Twice.apply(made, part.weight) if x.mean() > 0 else made * 1.5  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ConfigError, match="in a second way that torch's functions don't tell of"):
+        assert_same_as_loop(
+            lambda clock: ([linear(), Do(hidden, linear()), linear(), linear()], F.mse_loss),
+            schedule="zb-v",
+            partition=[1, 1, 1, 1],
+        )

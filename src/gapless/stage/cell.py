@@ -149,6 +149,8 @@ class Cell(CellTies):
         layout = kept.layout(starts, work.target if self._with_loss else None)
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
+        # A graph of another kind may have as many nodes.
+        waiting = self._waiting(work) if work.defer and not kept.looked_at else ()
         try:
             if kept.after and self._calls.mode.checkpoints:  # these run layers again
                 with self._undo.as_left(kept, self._place[0]):
@@ -161,6 +163,7 @@ class Cell(CellTies):
             if _TWICE in str(error):
                 error.add_note(_STORED)
             raise
+        self._check_waiting(waiting)
         found = kept.grads()
         if then is not None:
             then(found)  # before the graph is taken down

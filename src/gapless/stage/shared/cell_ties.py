@@ -4,12 +4,13 @@ tell of them.
 A cell is told which of its parameters are shared. Of others it learns from its graphs: `_look` walks one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gapless.guards.weights_and_gradients import SECOND_USES
 from gapless.stage.autocast import casts_are_kept
 from gapless.stage.calls import Calls
 from gapless.stage.cell_inputs import Intake
@@ -94,6 +95,20 @@ class CellTies:
                     self._calls.backwards.run(work.records, edges, starts)
         for each in self._ties:
             each.passed(self._place, work.microbatch)
+
+    def _waiting(self, work: Work) -> list[tuple[Tensor, Tensor | None, int]]:
+        """The parameters that get nothing in the first half of a backward, and what they have."""
+        left = {id(each.parameter) for each in self._ties} | self._sole
+        found = [(each, each.grad) for key, (each, _) in work.deferred.items() if key not in left]
+        return [(each, grad, 0 if grad is None else grad._version) for each, grad in found]
+
+    def _check_waiting(self, waiting: Iterable[tuple[Tensor, Tensor | None, int]]) -> None:
+        for each, grad, version in waiting:
+            if each.grad is not grad or (grad is not None and grad._version != version):
+                raise SECOND_USES.refusal(
+                    f"a layer of stage {self._place[0]} uses a weight of shape {tuple(each.shape)}, whose gradient "
+                    "waits, in a second way that torch's functions don't tell of, and in some microbatches only"
+                )
 
     def _look(self, kept: Kept) -> None:
         """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
