@@ -107,6 +107,15 @@ def test_they_share_memory_in_another_process_too(kind: str) -> None:
         assert theirs.untyped_storage().data_ptr() == sent[0].untyped_storage().data_ptr()
 
 
+def test_a_list_of_views_is_sent_as_it_is_described() -> None:
+    """A list of tensors was taken for gradients and sent view by view, so the next rank read memory nobody had set."""
+    handed = list(HANDED["two views"](torch.randn(3, 4, WIDTH)))
+    tensors, _ = layout.key_of(handed)
+    assert [each.shape for each in tensors] == [
+        place.shape for place in layout.TreeLayout(layout.describe(handed)).places
+    ]
+
+
 def test_parts_of_one_memory_that_lie_apart_go_apart() -> None:
     """Rows of a table, of which the rest need not travel."""
     table = torch.randn(100, 4)

@@ -108,7 +108,7 @@ def with_views(tensors: Sequence[Tensor]) -> WithoutViews:
     """Take those apart from the others that share memory with them."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(_memory(tensor), []).append(tensor)
+        groups.setdefault(memory_of(tensor), []).append(tensor)
     if len(groups) == len(tensors):
         return WithoutViews(list(tensors), [], list(range(len(tensors))))
     bases: list[Tensor] = []
@@ -169,7 +169,8 @@ def has_history(tensor: Tensor) -> bool:
     return tensor.requires_grad and (tensor.grad_fn is not None or not tensor._is_view())
 
 
-def _memory(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
+    """By which those that share it are known."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor), None  # nothing is known of it, or nothing is there
     return tensor.untyped_storage()._cdata
