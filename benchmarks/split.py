@@ -26,7 +26,8 @@ from gapless.zoo.gpt import Block
 
 TARGET = 1.7
 Parts = tuple[float, float]  # seconds of the forward, and of all that follows
-Forward, Backward = Callable[[Tensor], Any], Callable[[Tensor, Any, Tensor], None]  # of inputs; of these, outputs, grad
+Forward = Callable[[Tensor], Any]
+Backward = Callable[[Tensor, Any, Tensor], None]  # of inputs, outputs and their gradient
 
 
 def run(
