@@ -13,11 +13,13 @@ the actions of a device have made and that are there at the same time (on a GPU:
 example: python -m benchmarks largest --no-measured
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
+from torch import nn
 
 from benchmarks.gpipe import PUBLISHED
 from benchmarks.gpipe.giants import amoebanet_profile, greatest, transformer_profile
@@ -27,9 +29,11 @@ from benchmarks.runner.parameters import one_of
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.plan import Plan, Remat
 from gapless.plan.profile.profile import Profile
+from gapless.run.held_memory import in_use
 
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
 
@@ -143,10 +147,24 @@ def _measured(subject: Subject, devices: int, place: torch.device, progress: Pro
             continue
         progress(f"{subject.name}, {way}")
         plan = _plan(profile, way, count, _MINIBATCH)
-        held = max(peaks_of(subject, plan, place))
+        held = _on_gpu(subject, plan, place) if place.type == "cuda" else max(peaks_of(subject, plan))
         predicted = max(each.activations + each.buffers + each.workspace for each in plan.memory)
         rows.append({"model": subject.name, "way": way, "devices": count, "held": held, "predicted": predicted})
     return rows
+
+
+def _on_gpu(subject: Subject, plan: Plan, place: torch.device) -> int:
+    """What a step takes beyond what is there between steps."""
+    inputs, target = (each.to(place) for each in subject.batch(plan.minibatch))
+    layers = [copy.deepcopy(layer).to(place) for layer in subject.layers]
+    with Pipeline(nn.Sequential(*layers), devices=[place], schedule=plan, loss=subject.loss) as pipe:
+        pipe.step(inputs, target)
+        torch.cuda.synchronize()
+        before, _ = in_use(place)
+        torch.cuda.reset_peak_memory_stats()
+        pipe.step(inputs, target)
+        torch.cuda.synchronize()
+        return in_use(place)[1] - before
 
 
 # -- told --------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks.planner import subjects
 from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
@@ -20,14 +18,13 @@ from benchmarks.runner.told import Table, tabulated
 from gapless import Schedule, simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
-from gapless.plan.profile.meter import Meter, meter_for
+from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.run.program import Program
 from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
 _SESSIONS = 3
-CPU = torch.device("cpu")
 
 
 def settings(quick: bool) -> list[tuple[Subject, int, str]]:
@@ -90,8 +87,8 @@ def _predicted(plan: Plan, profile: Profile) -> float:
 class _Metered(Apart):
     """Devices whose actions are weighed, each by a meter of its own."""
 
-    def __init__(self, place: torch.device, meters: Sequence[Meter]) -> None:
-        super().__init__([place] * len(meters), [meter.on for meter in meters])
+    def __init__(self, meters: Sequence[StorageMeter]) -> None:
+        super().__init__(["cpu"] * len(meters), [meter.on for meter in meters])
         self._meters = meters
 
     def program(self, schedule: Schedule, stages: Mapping[int, Stage], *args: Any, **options: Any) -> Program:
@@ -102,16 +99,16 @@ class _Metered(Apart):
         return super().program(schedule, stages, *args, **options)
 
 
-def _metered(meter: Meter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _metered(meter: StorageMeter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with meter.on():
         return call(*args, **options)
 
 
-def peaks_of(subject: Subject, plan: Plan, place: torch.device = CPU) -> list[int]:
+def peaks_of(subject: Subject, plan: Plan) -> list[int]:
     """Of each device the most bytes that its actions have made and that are there at a time."""
-    meters = [meter_for(place) for _ in range(plan.num_devices)]
+    meters = [StorageMeter() for _ in range(plan.num_devices)]
     inputs, target = subject.batch(plan.minibatch)
-    with subject.pipeline(plan, _Metered(place, meters)) as pipe:
+    with subject.pipeline(plan, _Metered(meters)) as pipe:
         pipe.step(inputs, target)
         before = [meter.live() for meter in meters]  # gradients are there by now
         for meter in meters:
