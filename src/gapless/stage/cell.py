@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.aliases import OWN_CHANGED
@@ -126,6 +127,11 @@ class Cell(CellTies):
             self._intake.guarded = True
         self._viewed = NO_VIEWS
         return handed
+
+    def edges(self, microbatch: int) -> Sequence[GradientEdge | None]:
+        """Where the graph of a microbatch begins, if there is one."""
+        kept = self._kept.get(microbatch)
+        return () if kept is None else kept.edges or ()
 
     def recompute(self, work: Work) -> None:
         """Nothing to do: this cell keeps its graph."""
