@@ -130,8 +130,7 @@ class Cell(CellTies):
 
     def edges(self, microbatch: int) -> Sequence[GradientEdge | None]:
         """Where the graph of a microbatch begins, if there is one."""
-        kept = self._kept.get(microbatch)
-        return () if kept is None else kept.edges or ()
+        return (microbatch in self._kept and self._kept[microbatch].edges) or ()
 
     def recompute(self, work: Work) -> None:
         """Nothing to do: this cell keeps its graph."""
@@ -156,7 +155,7 @@ class Cell(CellTies):
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
         # A graph of another kind may have as many nodes.
-        waiting = self._waiting(work) if work.defer and not kept.looked_at else ()
+        waiting = () if kept.looked_at else self._waiting(work)
         try:
             if kept.after and self._calls.mode.checkpoints:  # these run layers again
                 with self._undo.as_left(kept, self._place[0]):

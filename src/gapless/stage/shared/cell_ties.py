@@ -98,6 +98,8 @@ class CellTies:
 
     def _waiting(self, work: Work) -> list[tuple[Tensor, Tensor | None, int]]:
         """The parameters that get nothing in the first half of a backward, and what they have."""
+        if not work.defer or not self._calls.is_open:  # torch's own modules do the same every time
+            return []
         left = {id(each.parameter) for each in self._ties} | self._sole
         found = [(each, each.grad) for key, (each, _) in work.deferred.items() if key not in left]
         return [(each, grad, 0 if grad is None else grad._version) for each, grad in found]
