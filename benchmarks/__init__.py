@@ -21,7 +21,7 @@ planner/     is the planner right? plan and replicas
 
 A benchmark has a file with `run`, which measures and returns JSON values, and `told`, which makes figures and tables of
 them. `run` takes `progress`, and what else it takes are its options, annotated as `runner.parameters` says. The
-docstring of the file is its help. The benchmark is a line in BENCHMARKS and one in ENTRIES of `runner.suite`.
+docstring of the file is its help. The benchmark is an entry of benchmarks.toml.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.
@@ -30,32 +30,24 @@ round by round, so that a busy moment of the machine meets all of them, and what
 import ctypes
 import signal
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-BENCHMARKS = {
-    "emulated": "schedules on emulated devices, against their bound and torch.distributed.pipelining",
-    "overlap": "an optimizer step that does not wait, on emulated devices, against the span and one that waits",
-    "peers": "every way to train one model on ranks: pipelines, FSDP2, plain, and independent copies as the limit",
-    "matrix": "our best schedule against every peer's best, on emulated devices of many sizes",
-    "overhead": "a pipeline of one device against the plain loop",
-    "tiny": "the step of tiny layers, where all is overhead, against torch's 1F1B",
-    "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
-    "scale": "generate, verify and simulate ever larger schedules",
-    "largest": "GPipe's table of the largest model per device, predicted and measured",
-    "offload": "the largest GPT per device with remat, offload, both, and the optimizer's state on the host",
-    "throughput": "GPipe's tables of normalised throughput, over fast and slow links, on emulated devices",
-    "breakdown": "where the time of a step goes, as measured: compute, recompute, bubble, transfer, update",
-    "bubbles": "zero bubble's table of bubble rates for published times, theirs beside ours",
-    "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
-    "saving": "what it costs to save in the background while a GPT trains",
-    "plan": "a plan's step, memory, cuts and choice against what is measured",
-    "replicas": "stages and replicas of PipeDream's planner on emulated ranks, against its prediction",
-    "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",
-    "staleness": "what delayed gradients cost: asynchronous ways to train against plain training, on real text",
-    "compile": "a GPT with compiled layers against the eager one",
-}
+_TABLE = tomllib.loads((Path(__file__).parent / "benchmarks.toml").read_text("utf-8"))
+BENCHMARKS: dict[str, str] = {name: each["about"] for name, each in _TABLE.items() if "about" in each}
+
+
+class Entry(NamedTuple):
+    """A part of `python -m benchmarks all`: a benchmark with words for its command line; see benchmarks.toml."""
+
+    benchmark: str
+    quick: str
+    words: str = ""
+
+
+ENTRIES = {key: Entry(each.get("benchmark", key), each["quick"], each.get("words", "")) for key, each in _TABLE.items()}
 
 
 def benchmark_file(name: str) -> Path:

@@ -82,16 +82,13 @@ def told(found: Found) -> Told:
         if (sides := best(taken))["faster"] is not None:
             times = median(taken[sides["best_of_torch"]]) / median(taken[sides["best"]])
             verdict.append(f"{size}: {sides['best']} is {times:.2f} times as fast as {sides['best_of_torch']}.")
-        own = [{**row, "step": median(row["rounds"])} for row in found["rows"] if row["size"] == size]
-        rows += sorted(own, key=lambda row: float(row["step"]))
-    for row in rows:
-        row["between"] = " to ".join(cell(end(row["rounds"]), "ms.2") for end in (min, max))
-    figures = [
-        of_rounds(f"{row['size']}: {row['way']}", row["rounds"], by="gapless" if "gapless" in row["way"] else "other")
-        for row in found["rows"]
-    ]
+        own = sorted((row for row in found["rows"] if row["size"] == size), key=lambda row: median(row["rounds"]))
+        between = [" to ".join(cell(end(row["rounds"]), "ms.2") for end in (min, max)) for row in own]
+        rows += [{**row, "between": ends} for row, ends in zip(own, between, strict=True)]
+    whose = {row["way"]: "gapless" if "gapless" in row["way"] else "other" for row in rows}
+    figures = [of_rounds(f"{row['size']}: {row['way']}", row["rounds"], by=whose[row["way"]]) for row in found["rows"]]
     note = " ".join([*verdict, *(f"{name}: {why}." for name, why in found["skipped"].items())])
     ranks, parts = show_count(found["devices"], "rank"), show_count(found["microbatches"], "microbatch")
     title = f"Every way to train on {ranks}, {parts}, quickest first"
-    columns = "size | way | step:ms.2 | rounds=between | of the limit=of_limit:%.0"
+    columns = "size | way | step=rounds:ms.2 | rounds=between | of the limit=of_limit:%.0"
     return Told(figures, [tabulated(title, rows, columns, note=note, left=2, in_docs=True)])

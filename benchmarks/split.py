@@ -10,6 +10,7 @@ example: python -m benchmarks split --width 64
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +26,8 @@ from gapless.zoo.gpt import Block
 
 TARGET = 1.7
 Parts = tuple[float, float]  # seconds of the forward, and of all that follows
-Way = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any, Tensor], None]]  # a forward, and a backward of its outputs
+Forward = Callable[[Tensor], Any]
+Backward = Callable[[Tensor, Any, Tensor], None]  # of inputs, outputs and their gradient
 
 
 def run(
@@ -50,10 +52,9 @@ def run(
 
 
 def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    plain: Way = (block, lambda inputs, outputs, grad: torch.autograd.backward(outputs, grad))
-    ways = {"plain": plain, "gapless": _gapless(block), "torch": _torch(block)}
+    ways = _ways(block)
     parts: dict[str, list[Parts]] = {way: [] for way in ways}
-    contestants = {way: _repeated(ways[way], x, times, parts[way]) for way in ways}
+    contestants = {way: partial(_repeated, *ways[way], x, times, parts[way]) for way in ways}
     seconds = take_turns(contestants, rounds, within(progress, name))
     found: dict[str, Any] = {"block": name, "rounds": seconds}
     found["seconds"] = {way: median(values) for way, values in seconds.items()}
@@ -62,44 +63,39 @@ def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progre
     return found
 
 
-def _repeated(way: Way, x: Tensor, times: int, parts: list[Parts]) -> Callable[[], float]:
+def _repeated(forward: Forward, backward: Backward, x: Tensor, times: int, parts: list[Parts]) -> float:
     """The mean seconds of one F and its backward; what each of them took is noted in `parts`."""
-    forward, backward = way
-
-    def run() -> float:
-        grad, sums = torch.ones_like(x), [0.0, 0.0]
-        for _ in range(times):
-            inputs = x.detach().requires_grad_()
-            start = time.perf_counter()
-            outputs = forward(inputs)
-            middle = time.perf_counter()
-            backward(inputs, outputs, grad)
-            sums[1] += time.perf_counter() - middle
-            sums[0] += middle - start
-            del outputs  # here, where nobody counts
-        parts.append((sums[0] / times, sums[1] / times))
-        return sum(sums) / times
-
-    return run
+    grad, sums = torch.ones_like(x), [0.0, 0.0]
+    for _ in range(times):
+        inputs = x.detach().requires_grad_()
+        start = time.perf_counter()
+        outputs = forward(inputs)
+        middle = time.perf_counter()
+        backward(inputs, outputs, grad)
+        sums[1] += time.perf_counter() - middle
+        sums[0] += middle - start
+        del outputs  # here, where nobody counts
+    parts.append((sums[0] / times, sums[1] / times))
+    return sum(sums) / times
 
 
-def _gapless(block: nn.Module) -> Way:
+def _ways(block: nn.Module) -> dict[str, tuple[Forward, Backward]]:
     stage = Stage([block], first_layer=0, split=True)
     steps = itertools.count()  # as in training: a stage looks closer in the first steps, and then ever more rarely
 
-    def backward(inputs: Tensor, outputs: Any, grad: Tensor) -> None:
+    def ours(inputs: Tensor, outputs: Any, grad: Tensor) -> None:
         stage.backward_input(0, [grad])
         stage.backward_weight(0)
 
-    return lambda inputs: stage.forward(0, inputs, step=next(steps)), backward
-
-
-def _torch(block: nn.Module) -> Way:
-    def backward(inputs: Tensor, outputs: Any, grad: Tensor) -> None:
+    def theirs(inputs: Tensor, outputs: Any, grad: Tensor) -> None:
         _, groups = stage_backward_input([outputs], [grad], [inputs], block.parameters())
         stage_backward_weight(block.parameters(), groups)
 
-    return block, backward
+    return {
+        "plain": (block, lambda inputs, outputs, grad: torch.autograd.backward(outputs, grad)),
+        "gapless": (lambda inputs: stage.forward(0, inputs, step=next(steps)), ours),
+        "torch": (block, theirs),
+    }
 
 
 def told(found: Found) -> Told:

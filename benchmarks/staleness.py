@@ -87,7 +87,7 @@ def run(
     found = {"lr": lr, "rows": list(rows.values()), "minibatches": middles}
     if html is not None:
         chosen = {"devices": devices, "steps": steps, "batch": batch, "seeds": seeds, "optimizer": optimizer}
-        html.write_text(_page({**chosen, **found}), encoding="utf-8", newline="\n")
+        _write_page(html, {**chosen, **found})
     return found
 
 
@@ -132,17 +132,14 @@ def _streamed(
 def _replicated(
     devices: int, make: Any, staleness: list[float], model: nn.Sequential, batches: Sequence[Batch]
 ) -> Losses:
-    found, failure = {}, None
+    found = {}
     with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
         try:
             for result in replicas.run(batches):
                 found[result.minibatch] = result.loss.item()
-        except GaplessError as error:
-            failure = error
-        staleness.append(replicas.order.mean_staleness)
-    yield from (found[minibatch] for minibatch in sorted(found))
-    if failure is not None:
-        raise failure
+        finally:  # also where it has diverged
+            staleness.append(replicas.order.mean_staleness)
+            yield from (found[minibatch] for minibatch in sorted(found))
 
 
 def _finite(losses: Losses) -> Losses:
@@ -191,15 +188,15 @@ def _table(found: Mapping[str, Any]) -> Table:
     for row in found["rows"]:
         held_out = [loss for loss in row["held_out"] if loss is not None]
         training = [run[-1] for run in row["runs"] if run[-1] is not None]
-        cells = {"way": row["way"], "delay": row["delay"], "training": "diverged", "held out": "diverged"}
-        if held_out:
-            mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
-            cells |= {"training": f"{statistics.fmean(training):.3f}", "held out": f"{mean:.3f}"}
-            more = f", {lost} diverged" if lost else ""
-            cells["of all seeds"] = f"{min(held_out):.3f} to {max(held_out):.3f}{more}"
-            plain = mean if row["way"] == "sync" else plain
-            cells["to sync"] = f"{mean - plain:+.3f}" if plain is not None else ""
-        rows.append(cells)
+        if not held_out:
+            rows.append({**row, "training": "diverged", "held out": "diverged"})
+            continue
+        mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
+        plain = mean if row["way"] == "sync" else plain
+        ends = f"{min(held_out):.3f} to {max(held_out):.3f}{f', {lost} diverged' if lost else ''}"
+        behind = None if plain is None else f"{mean - plain:+.3f}"
+        losses = {"training": f"{statistics.fmean(training):.3f}", "held out": f"{mean:.3f}"}
+        rows.append({**row, **losses, "of all seeds": ends, "to sync": behind})
     title = f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} "
     title += f"minibatches of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
     page = [f"The curves are in {found['html']}."] if found.get("html") else []
@@ -213,8 +210,9 @@ def told(found: Found) -> Told:
     return Told([of_rounds(f"loss, {row['way']}", row["held_out"], "loss") for row in known], [_table(found)])
 
 
-def _page(found: Mapping[str, Any]) -> str:
+def _write_page(file: Path, found: Mapping[str, Any]) -> None:
     panels = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in found["rows"]]
     table, axes = _table(found), ("minibatch", "training loss")
     words, cells = (f"{table.title}.", *_NOTES), (table.headings, table.rows)
-    return curves.render("What delayed gradients cost", words, found["minibatches"], panels, axes, cells)
+    page = curves.render("What delayed gradients cost", words, found["minibatches"], panels, axes, cells)
+    file.write_text(page, encoding="utf-8", newline="\n")

@@ -459,6 +459,16 @@ def _() -> None:
         pipe.clip_grad_norm_(1.0)
 
 
+@case(ranks.TENSORS_ELSEWHERE, ON_RANKS)
+def _() -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(linear(), linear(), nn.BatchNorm1d(6), nn.BatchNorm1d(6))
+    layers: list[Any] = [made[0], lambda x, norm=made[2]: norm(x), made[1], lambda x, norm=made[3]: norm(x)]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    with gapless.Pipeline(made, layers=layers, mesh=mesh, microbatches=2, loss=F.mse_loss, partition=[2, 2]) as pipe:
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+
+
 @case(ranks.PARTIAL_STATE, ON_RANKS)
 def _() -> None:
     torch.manual_seed(0)

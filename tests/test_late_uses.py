@@ -19,7 +19,7 @@ from gapless.errors import ConfigError
 from tests.by_hand import loop
 from tests.stage.state_loops import Clock, Made, assert_same_as_loop, linear
 
-from .random_models.blocks import Do
+from .random_models.blocks import Do, Twice
 from .test_hidden_uses import CAST, assert_exact
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 7, 3
@@ -213,3 +213,31 @@ def test_under_autocast_a_use_of_some_microbatches_is_exact_or_refused_where_the
         assert mine is not None
         assert parameter.grad is not None
         assert torch.equal(mine, parameter.grad)
+
+
+def test_a_hidden_use_that_leaves_a_graph_as_large_as_it_was_is_found_in_forwards_whose_gradients_wait() -> None:
+    """The first microbatch's gradients do not wait, so a walk over its graph alone told nothing."""
+
+    def make(clock: Clock) -> Made:
+        def late(part: nn.Module, x: Tensor) -> Any:
+            made = part(x)
+            return Twice.apply(made, part.weight) if clock.step > 0 else made * 1.5  # type: ignore[no-untyped-call]
+
+        return [linear(), Do(late, linear()), linear(), linear()], F.mse_loss
+
+    assert_same_as_loop(make, schedule="zb-v", partition=[1, 1, 1, 1], steps=3)
+
+
+def test_a_hidden_use_of_some_microbatches_in_graphs_of_one_size_is_refused() -> None:
+    """Its gradient came before the one that waits: other bits."""
+
+    def hidden(part: nn.Module, x: Tensor) -> Any:
+        made = part(x)
+        return Twice.apply(made, part.weight) if x.mean() > 0 else made * 1.5  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ConfigError, match="in a second way that torch's functions don't tell of"):
+        assert_same_as_loop(
+            lambda clock: ([linear(), Do(hidden, linear()), linear(), linear()], F.mse_loss),
+            schedule="zb-v",
+            partition=[1, 1, 1, 1],
+        )

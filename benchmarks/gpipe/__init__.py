@@ -8,4 +8,12 @@ throughput  GPipe's tables of normalised throughput
 breakdown   where the time of a step goes, as measured
 bubbles     zero bubble's bubble rates for published times
 overlap     an optimizer step that does not wait, against the span of its schedule
+
+published.toml has the numbers of the papers.
 """
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+PUBLISHED: dict[str, Any] = tomllib.loads((Path(__file__).parent / "published.toml").read_text("utf-8"))

@@ -28,7 +28,7 @@ from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, pipeline
 from benchmarks.planner.subjects import small_gpt
 from benchmarks.runner.parameters import Milliseconds, Rounds
-from benchmarks.runner.rounds import Progress, median, quotients, silent
+from benchmarks.runner.rounds import Progress, quotients, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless import Pipeline, Timeline, costs_of, simulate
 from gapless.schedule.action import Kind
@@ -113,10 +113,10 @@ def told(found: Found) -> Told:
     rows, figures = [], []
     for row in found["rows"]:
         parts = {part: quotients([each[part] for each in row["parts"]], row["steps"]) for part in PARTS}
-        rows.append({**row, "step": median(row["steps"]), **{part: median(shares) for part, shares in parts.items()}})
+        rows.append({**row, **parts})
         name = f"{row['model']}, {row['schedule']}"
         figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", parts["bubble"], "share")]
     title = "Where the time of a step goes, measured"
     note = "Medians of the rounds, each part by itself, so they need not add up to 100%."
-    columns = " | ".join(("model | schedule | remat | step:ms", *(f"{part}:%" for part in PARTS)))
+    columns = " | ".join(("model | schedule | remat | step=steps:ms", *(f"{part}:%" for part in PARTS)))
     return Told(figures, [tabulated(title, rows, columns, note=note, left=3, in_docs=True)])

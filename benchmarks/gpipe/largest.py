@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from benchmarks.gpipe import PUBLISHED
 from benchmarks.gpipe.giants import amoebanet_profile, greatest, transformer_profile
 from benchmarks.planner.prediction import peaks_of
 from benchmarks.planner.subjects import Subject, planned, small_amoebanet, small_gpt
@@ -36,16 +37,7 @@ from gapless.run.held_memory import in_use
 
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
 
-# Huang et al., 2019, "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", table 1. Of each model: bytes of a
-# device, samples in a minibatch, and by way the size of the largest one, (L, D) or L, with its number of parameters.
-_AMOEBANET: dict[str, tuple[tuple[int, ...], float]] = {
-    "plain": ((18, 208), 82e6), "remat, M parts": ((18, 416), 318e6), "2 devices": ((18, 544), 542e6),
-    "4 devices": ((36, 544), 1.05e9), "8 devices": ((72, 512), 1.8e9),
-}  # fmt: skip
-_TRANSFORMER: dict[str, tuple[tuple[int, ...], float]] = {
-    "plain": ((3,), 282.2e6), "remat, M parts": ((13,), 785.8e6), "8 devices": ((103,), 5.3e9)
-}  # fmt: skip
-_MODELS = {"AmoebaNet-D": (8 * 2**30, 128, _AMOEBANET), "Transformer": (16 * 2**30, 32, _TRANSFORMER)}
+_MODELS: dict[str, Any] = PUBLISHED["largest"]
 
 
 def run(
@@ -84,21 +76,20 @@ def run(
 
 def _published(models: Sequence[str], progress: Progress) -> list[Found]:
     rows = []
-    for name, (memory, minibatch, theirs) in _MODELS.items():
-        if name not in models:
-            continue
-        size = theirs["plain"][0]
+    for name in filter(models.__contains__, _MODELS):
+        memory, minibatch, theirs = _MODELS[name]["memory"] * 2**30, _MODELS[name]["minibatch"], _MODELS[name]["ways"]
+        size = theirs["plain"]["size"]
         while minibatch > 1 and _fullest(_giant(*size), "plain", 1, minibatch) > memory:
             minibatch //= 2  # the largest with which the published plain model fits
         for way, devices in _WAYS:
             progress(f"{name}, {way}")
-            size, parameters = theirs.get(way, (size, 0.0))
+            size = theirs.get(way, {"size": size})["size"]
             depth = _largest(size[1:], way, devices, minibatch, memory)
             row = {"model": name, "way": way, "filters": sum(size[1:]), "minibatch": minibatch, "memory": memory}
             own = sum(layer.gradients for layer in _giant(depth, *size[1:]).layers) // 4 if depth else 0
             row |= {"layers": depth, "parameters": own, "published_size": None, "published_parameters": None}
             if way in theirs:
-                row |= {"published_size": list(size), "published_parameters": parameters}
+                row |= {"published_size": size, "published_parameters": theirs[way]["parameters"]}
                 row["their_fullest"] = _fullest(_giant(*size), way, devices, minibatch)
             rows.append(row)
     return rows
@@ -217,7 +208,7 @@ def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(size: Sequence[int]) -> str:
-    return f"({size[0]}, {size[1]})" if len(size) == 2 else f"{size[0]} layers"
+    return f"{tuple(size)}" if len(size) == 2 else f"{size[0]} layers"
 
 
 def _count(number: float) -> str:

@@ -15,10 +15,12 @@ there first.
 example: python -m benchmarks offload --gpu --devices 4 --width 1024 --samples 4 --memory 4
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +41,7 @@ from gapless.plan.profile.profile import Host, Profile, Seconds
 from gapless.plan.search.search import search
 from gapless.plan.search.search_options import SearchOptions
 from gapless.units import show_count
+from gapless.view.template import filled
 from gapless.zoo.gpt import next_token_loss
 
 _WAYS: Mapping[str, SearchOptions] = {
@@ -51,6 +54,7 @@ _WAYS: Mapping[str, SearchOptions] = {
 _MORE = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the memory that a model which does not fit is planned for
 _STEP = 12  # a trial adds or leaves out one layer of so many
 TOO_LARGE = "out of memory"
+Planned = Callable[..., Plan | None]  # for a depth, and so many times the memory
 
 
 def run(
@@ -77,18 +81,18 @@ def run(
     small = _measured(contest, progress) if gpu else _counted(contest, speed * 1e12, bandwidth * 1e9)
     common: Any = {"schedules": ("1f1b", "interleaved"), "microbatches": microbatches, "time_limit": 10.0}
     common["mesh"] = Mesh(1, devices)
-    ways = {way: _Depths(small, replace(each, **common), [Device(limit)] * devices) for way, each in _WAYS.items()}
+    ways = {way: partial(_plan, small, contest, replace(each, **common), limit) for way, each in _WAYS.items()}
     rows: list[Found] = []
-    for way, sizes in ways.items():
+    for way, plan in ways.items():
         progress(f"{way}: planning")
-        rows.append({"way": way, **sizes.largest()})
+        rows.append({"way": way, **_largest(small, plan, devices)})
         if gpu:
             until = started + 60 * minutes * len(rows) / len(_WAYS)
-            rows[-1] |= _tried(sizes, contest, rows[-1], limit, until, progress)
+            rows[-1] |= _tried(plan, contest, rows[-1], limit, until, progress)
     same = (rows[0]["layers"] + rows[1]["layers"] + 1) // 2  # between what fits plain and with remat
     for row in rows:
-        plan = ways[row["way"]].plan(same) if same else None
-        row["same"] = None if plan is None else plan.step_seconds
+        made = ways[row["way"]](same) if same else None
+        row["same"] = made and made.step_seconds
     progress("")
     if picture is not None:
         picture.write_text(drawn(rows), encoding="utf-8", newline="\n")
@@ -120,39 +124,32 @@ def _measured(contest: Contest, progress: Progress) -> Profile:
     return replace(found, reserved=found.reserved + kept, host=Host(bandwidth / contest.devices, latency))
 
 
-class _Depths:
-    """Models of all depths, planned in one way."""
-
-    def __init__(self, small: Profile, wanted: SearchOptions, machine: Sequence[Device]) -> None:
-        self._small, self._wanted, self._machine = small, wanted, machine
-
-    def plan(self, depth: int, more: float = 1.0) -> Plan | None:
-        """For so many times the memory; None if it does not fit."""
-        machine = [replace(device, memory=int(more * (device.memory or 0))) for device in self._machine]
-        minibatch = (self._wanted.microbatches or 1) * self._small.samples
-        try:
-            return search(giants.deeper(self._small, depth), machine, self._wanted, minibatch).best
-        except PlanError:
-            return None
-
-    def largest(self) -> dict[str, Any]:
-        """The greatest depth that fits, its parameters, step and bytes on the host of a device."""
-        depth = giants.greatest(lambda depth: self.plan(depth) is not None, len(self._machine))
-        if (plan := self.plan(depth)) is None:
-            return {"layers": 0, "parameters": 0}
-        away = max(map(float, plan.timeline.host_peak)) if plan.schedule.has_copies else 0.0
-        parameters = sum(layer.parameters // 4 for layer in giants.deeper(self._small, depth).layers)
-        found = {"layers": depth, "parameters": parameters}
-        return found | {"seconds": plan.step_seconds, "throughput": plan.throughput, "host": away}
+def _plan(small: Profile, contest: Contest, wanted: SearchOptions, memory: int, depth: int, more: float = 1.0) -> Any:
+    """For so many blocks, and so many times the memory of a device; None if it does not fit."""
+    machine = [Device(int(more * memory))] * contest.devices
+    with contextlib.suppress(PlanError):
+        return search(giants.deeper(small, depth), machine, wanted, contest.microbatches * contest.samples).best
+    return None
 
 
-def _tried(sizes: _Depths, contest: Contest, row: Found, memory: int, until: float, progress: Progress) -> Found:
+def _largest(small: Profile, plan: Planned, devices: int) -> Found:
+    """The greatest depth that fits, its parameters, step and bytes on the host of a device."""
+    depth = giants.greatest(lambda depth: plan(depth) is not None, devices)
+    if (made := plan(depth)) is None:
+        return {"layers": 0, "parameters": 0}
+    away = max(map(float, made.timeline.host_peak)) if made.schedule.has_copies else 0.0
+    parameters = sum(layer.parameters // 4 for layer in giants.deeper(small, depth).layers)
+    found = {"layers": depth, "parameters": parameters}
+    return found | {"seconds": made.step_seconds, "throughput": made.throughput, "host": away}
+
+
+def _tried(planned: Planned, contest: Contest, row: Found, memory: int, until: float, progress: Progress) -> Found:
     """From what is predicted on, one step at a time: the largest that was trained, and the smallest that was not."""
     each = max(1, row["layers"] // _STEP)
     found: Found = {"fits": None, "too_large": None, "reason": ""}
     depth = max(1, row["layers"])
     while time.monotonic() < until and depth > 0 and None in (found["fits"], found["too_large"]):
-        plan = next(filter(None, (sizes.plan(depth, more) for more in _MORE)), None)
+        plan = next(filter(None, (planned(depth, more) for more in _MORE)), None)
         if plan is None:
             break
         progress(f"{row['way']}: training {show_count(depth, 'layer')}")
@@ -208,25 +205,21 @@ def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callabl
 def told(found: Found) -> Told:
     """The sizes, and how much larger than plain; with what was trained, where that was measured."""
     plain = next((row["parameters"] for row in found["rows"] if row["way"] == "plain"), 0)
-    rows = []
-    for row in found["rows"]:
-        cells = {"larger": row["parameters"] / plain if plain else None}
-        tried = {"trained": row.get("fits") or "-", "failed": row.get("too_large") or "-"}
-        rows.append({**row, **cells, **tried})
+    rows = [{**row, "larger": row["parameters"] / plain if plain else None} for row in found["rows"]]
     larger = {row["way"]: row["larger"] for row in rows if row["way"] != "plain" and row["larger"]}
     figures = [Figure(f"{way}: larger than plain by", times, "x") for way, times in larger.items()]
     columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
     columns += f" | of {found['same']} layers=same:s"
-    columns += " | trained | too large=failed" if any("fits" in row for row in rows) else ""
+    if any("fits" in row for row in rows):
+        columns += " | trained | too large=failed"
+        rows = [{**row, "trained": row.get("fits") or "-", "failed": row.get("too_large") or "-"} for row in rows]
     note = (
-        f"{show_count(found['devices'], 'device')} of {found['memory']:g} GiB, {found['microbatches']} microbatches of "
-        f"{found['samples']} samples with {found['tokens']} tokens, width {found['width']}, float32 with AdamW. "
+        "{memory:g} GiB, {microbatches} microbatches of {samples} samples with {tokens} tokens, width {width}, float32 "
     )
-    note += (
-        f"Layers and the link were measured on {found['device']}, shared by all ranks."
-        if found["gpu"]
-        else f"Predicted for {found['speed']:g} TFLOP/s and {found['bandwidth']:g} GB/s between a device and its host."
-    )
+    measured = "Layers and the link were measured on {device}, shared by all ranks."
+    predicted = "Predicted for {speed:g} TFLOP/s and {bandwidth:g} GB/s between a device and its host."
+    note += f"with AdamW. {measured if found['gpu'] else predicted}"
+    note = f"{show_count(found['devices'], 'device')} of {note.format_map(found)}"
     failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
     return Told(figures, [tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)])
 
@@ -237,19 +230,4 @@ _COLOURS = {"plain": "#8a8f98", "remat": "#d9822b", "offload": "#2b7bba", "both"
 def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
     """A bar for each way, as long as its model is deep; a mark where the largest one that was trained ends."""
     most = max(max(row["layers"], row.get("fits") or 0) for row in rows) or 1
-    height = 34 * len(rows) + 12
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="640" height="{height}" fill="#ffffff"/>',
-    ]
-    for number, row in enumerate(rows):
-        y, wide = 10 + 34 * number, 400 * row["layers"] / most
-        parts.append(f'<text x="92" y="{y + 17}" text-anchor="end" fill="#222222">{row["way"]}</text>')
-        parts.append(f'<rect x="100" y="{y}" width="{wide:.1f}" height="24" fill="{_COLOURS[row["way"]]}"/>')
-        label = f"{row['layers']} layers, {row['parameters'] / 1e9:.2f}B"
-        if row.get("fits"):
-            x = 100 + 400 * row["fits"] / most
-            parts.append(f'<path d="M{x:.1f} {y - 3}v30" stroke="#222222" stroke-width="2"/>')
-            label += f" ({row['fits']} trained)"
-        parts.append(f'<text x="{108 + wide:.1f}" y="{y + 17}" fill="#222222">{label}</text>')
-    return "\n".join((*parts, "</svg>\n"))
+    return filled("largest.svg", "benchmarks.gpipe", rows=rows, most=most, colours=_COLOURS)

@@ -47,8 +47,7 @@ def run(
                 pipe = stack.enter_context(pipeline(contest, name, **more))
                 spans[name] = float(simulate(pipe.schedule, contest.costs).span)
                 with on_one_core():  # the threads start with the first step
-                    call = _waiting(pipe, contest) if max_norm is None else _overlapped(pipe, contest, max_norm)
-                contestants[f"{name} {way}"] = partial(_steadily, call, steps)
+                    contestants[f"{name} {way}"] = partial(_steadily, _training(pipe, contest, max_norm), steps)
         seconds = take_turns(contestants, rounds, progress)
     return {"spans": spans, "rounds": seconds}
 
@@ -60,28 +59,21 @@ def _steadily(step: Callable[[], object], steps: int) -> float:
     return timed(step, steps)()
 
 
-def _waiting(pipe: Pipeline, contest: Contest) -> Callable[[], object]:
-    optimizer, (inputs, target) = _optimizer(pipe), batch(contest)
+def _training(pipe: Pipeline, contest: Contest, max_norm: float | None) -> Callable[[], object]:
+    """A step, after some that made the threads; without a norm it waits for its optimizer."""
+    optimizer, (inputs, target) = torch.optim.SGD(pipe.parameters(), lr=0.0, momentum=0.9), batch(contest)
+    training = None if max_norm is None else pipe.training(optimizer, max_norm=max_norm)
 
-    def step() -> None:
+    def waiting() -> None:
         pipe.step(inputs, target)
         pipe.clip_grad_norm_(_NEVER)
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    step = waiting if training is None else partial(training.step, inputs, target)
+    for _ in range(1 if training is None else 3):
+        step()
     return step
-
-
-def _overlapped(pipe: Pipeline, contest: Contest, max_norm: float) -> Callable[[], object]:
-    training, (inputs, target) = pipe.training(_optimizer(pipe), max_norm=max_norm), batch(contest)
-    for _ in range(3):
-        training.step(inputs, target)
-    return lambda: training.step(inputs, target)
-
-
-def _optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.SGD(pipe.parameters(), lr=0.0, momentum=0.9)
 
 
 def told(found: Found) -> Told:
@@ -90,14 +82,16 @@ def told(found: Found) -> Told:
     for name, seconds in found["rounds"].items():
         schedule, _, way = name.partition(" ")
         span = found["spans"][schedule]
-        step = {"seconds": median(seconds), "span": span, "above": median(seconds) / span - 1}
+        shares = [each / span for each in seconds]
+        step = {"seconds": seconds, "span": span, "above": median(shares) - 1}
         rows.append({"schedule": schedule, "way": way, **step})
         if way == "overlapped":
-            shares = [each / span for each in seconds]
             figures.append(of_rounds(f"step over span, {schedule}", shares, "x", "less", "at most 1.04"))
         if way == "clipped":
             shares = quotients(seconds, found["rounds"][f"{schedule} waits"])
             figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
-    title = f"{{devices}} emulated devices, {{microbatches}} microbatches, {found['milliseconds']:g} ms for each F, I "
-    title = f"{title}and W of a device; medians of {len(seconds)}".format_map(found)
+    title = (
+        "{devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W of a device"
+    )
+    title = f"{title.format_map(found)}; medians of {len(seconds)}"
     return Told(figures, [tabulated(title, rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2)])

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
+from benchmarks.gpipe import PUBLISHED
 from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, amoebanet_profile, transformer_profile
 from benchmarks.peer.gapless_sides import on_one_core
 from benchmarks.planner.apart import late
@@ -37,16 +38,7 @@ _MODELS: dict[str, Callable[[], Profile]] = {
     "Transformer": lambda: transformer_profile(48, 1),
 }
 _SCHEDULES = {"gpipe": "gpipe", "ours": "zb-h1"}
-_GRID = [(K, M) for K in (2, 4, 8) for M in (1, 4, 32)]
 _TITLES = {"fast": "Normalised throughput", "slow": "Normalised throughput over slow links"}
-# Huang et al., 2019, "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism". Table 2, for K and M, that of K = 2
-# and M = 1 being 1; table 3, without fast links and for M = 32, that of K = 2 being 1.
-_PUBLISHED = {
-    ("AmoebaNet-D", "fast"): dict(zip(_GRID, (1.0, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48), strict=True)),
-    ("Transformer", "fast"): dict(zip(_GRID, (1.0, 1.7, 1.8, 1.07, 3.2, 3.4, 1.3, 4.8, 6.3), strict=True)),
-    ("AmoebaNet-D", "slow"): {(2, 32): 1.0, (4, 32): 1.7, (8, 32): 2.7},
-    ("Transformer", "slow"): {(2, 32): 1.0, (4, 32): 1.8, (8, 32): 3.3},
-}
 
 
 def run(
@@ -114,7 +106,7 @@ def told(found: Found) -> Told:
         if (model, links) not in {place[:2] for place in lines}:
             unit = median(row["rounds"])
         if (place := (model, links, K, M)) not in lines:
-            theirs = _PUBLISHED[model, links].get((K, M if links == "fast" else 32))
+            theirs = PUBLISHED["throughput"][model][links].get(f"{K} {M if links == 'fast' else 32}")
             lines[place] = {"model": model, "K": K, "M": M, "published": "-" if theirs is None else f"{theirs:g}"}
             grids[links].append(lines[place])
         name = f"{model}, {links} links, K = {K}, M = {M}, {by}"

@@ -112,7 +112,8 @@ def prepare_gapless(contest: Contest, name: str, rank: int) -> tuple[str | None,
     has = {word: word in words for word in ("static", "timed", "graphed")}
     over = cast(TransportName, words[1] if "over" in words else "auto")
     mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
-    more: Any = {"static_shapes": has["static"], "timeline": has["timed"], "graphs": has["graphed"], "transport": over}
+    shapes = has["static"] or ("auto" if contest.kind == "llama" else False)
+    more: Any = {"static_shapes": shapes, "timeline": has["timed"], "graphs": has["graphed"], "transport": over}
     more = {} if asked == "default" else {"schedule": asked, **more}
     if contest.kind == "llama":
         return _llama(contest, mesh, more)

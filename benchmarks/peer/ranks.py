@@ -34,7 +34,6 @@ from gapless.stage.intra_op import set_intra_op_threads
 class Prepared(NamedTuple):
     """A schedule is ready on this rank, with the order of its actions; or it is refused."""
 
-    name: str
     order: str | None = None
     refused: str = ""
 
@@ -123,11 +122,10 @@ def _send(lead: Connection, answer: Prepared | Stepped | Failed) -> None:
 
 
 def _asked(lead: Connection) -> tuple[str, int] | None:
-    try:
+    with contextlib.suppress(EOFError, ConnectionError):
         name, times = lead.recv()
-    except (EOFError, ConnectionError):
-        return None
-    return name, times
+        return name, times
+    return None
 
 
 def _prepare(
@@ -136,12 +134,12 @@ def _prepare(
     try:
         order, steps[name] = prepare(contest, name, rank)
     except (ValueError, AssertionError) as error:
-        return Prepared(name, refused=str(error) or type(error).__name__)
+        return Prepared(refused=str(error) or type(error).__name__)
     contest.tidy()
     steps[name]()  # the first asks the stages for their shapes
     contest.settle()
     contest.tidy()
-    return Prepared(name, order)
+    return Prepared(order)
 
 
 def _in_use(contest: Contest) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.planner import subjects
 from benchmarks.planner.apart import Apart
-from benchmarks.planner.prediction import plans_for
+from benchmarks.planner.prediction import OVER, UNDER, plans_for
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.rounds import Progress
 from benchmarks.runner.told import Table, tabulated
@@ -32,7 +32,6 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import clear_workspaces, has_expandable_segments
 
 ROOM = 0.15
-OVER, UNDER = 0.10, 0.05
 _ABOVE = (1.0, 1.03)  # of what was predicted: planned
 _BELOW = (0.99, 0.95)  # refused
 _SETTINGS = {2: "1f1b 8, gpipe 4, zb-h1 8", 4: "1f1b 8 remat", 1: "1f1b 4"}  # by the number of devices

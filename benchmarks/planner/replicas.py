@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,10 +90,8 @@ def vgg16(faster: float = 1.0) -> Profile:
 def _layer(name: str, weights: int, multiplications: int, outputs: int, faster: float) -> Layer:
     third = Seconds(2 * multiplications * _SAMPLES / _FLOPS / faster)
     size, returned = (4 * int(each / (_SMALLER * faster)) for each in (weights, outputs * _SAMPLES))
-    return Layer(
-        name=name, forward=third, input_grad=third, weight_grad=third, recompute=third, parameters=size, gradients=size,
-        activation=returned, boundary=returned,
-    )  # fmt: skip
+    times: Any = dict.fromkeys(("forward", "input_grad", "weight_grad", "recompute"), third)
+    return Layer(name=name, **times, parameters=size, gradients=size, activation=returned, boundary=returned)
 
 
 def measured_minibatches(found: Replication) -> int:

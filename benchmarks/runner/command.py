@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BENCHMARKS, benchmark_module
+from benchmarks import BENCHMARKS, ENTRIES, benchmark_module
 from benchmarks.runner.parameters import PROGRAM, make_parser, one_of, parsed
 from gapless.cli import exit_code, options, terminal
 from gapless.cli.output import asked
@@ -69,8 +69,8 @@ def _all(words: list[str]) -> int:
     if arguments.compare and not Path(arguments.compare).is_dir():
         raise ConfigError(f"there is no folder {arguments.compare[:200]} to compare with: give the folder of a run")
     for part in arguments.only or ():
-        one_of("part", *suite.ENTRIES)(part)
-    keys = [key for key in suite.ENTRIES if not arguments.only or key in arguments.only]
+        one_of("part", *ENTRIES)(part)
+    keys = [key for key in ENTRIES if not arguments.only or key in arguments.only]
     runs = suite.Runs(Path(arguments.results))
     folder, goes_on = runs.open(keys, quick=arguments.quick)
     earlier = Path(arguments.compare) if arguments.compare else runs.before(folder)

@@ -93,11 +93,8 @@ def read(file: Path) -> Outcome:
 
 def environment() -> dict[str, str | int]:
     """Processor, cores, GPU where there is one, and versions. No host name, no path."""
-    found: dict[str, str | int] = {
-        "cpu": _processor(),
-        "cores": cores(),
-        "os": f"{platform.system()} {platform.machine()}",
-    }
+    system = f"{platform.system()} {platform.machine()}"
+    found: dict[str, str | int] = {"cpu": _processor(), "cores": cores(), "os": system}
     found |= {"python": platform.python_version(), "torch": torch.__version__, "gapless": __version__}
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 

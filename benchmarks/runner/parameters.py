@@ -10,6 +10,7 @@ benchmarks have are here.
 """
 
 import argparse
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,13 +33,10 @@ class Between(NamedTuple):
     most: float
 
     def __call__(self, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not self.least <= value <= self.most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {self.least:g} to {self.most:,g}")
-        return value
+        with contextlib.suppress(ValueError):
+            if self.least <= float(text) <= self.most:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {self.least:g} to {self.most:,g}")
 
 
 Devices = Annotated[int, "devices"]
@@ -71,13 +69,9 @@ class Parameter(NamedTuple):
 def parameters_of(benchmark: str) -> dict[str, Parameter]:
     """Its options by name."""
     run = benchmark_module(benchmark).run
-    hints = get_type_hints(run, include_extras=True)
-    found = {}
-    for name, each in inspect.signature(run).parameters.items():
-        if name != "progress":
-            kind, *notes = get_args(hints[name])
-            found[name] = Parameter(kind, each.default, notes)
-    return found
+    defaults = {name: each.default for name, each in inspect.signature(run).parameters.items() if name != "progress"}
+    hints = {name: get_args(hint) for name, hint in get_type_hints(run, include_extras=True).items()}
+    return {name: Parameter(hints[name][0], default, hints[name][1:]) for name, default in defaults.items()}
 
 
 def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | bool]:
@@ -93,7 +87,7 @@ def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | 
     given = vars(parse(parser, words, parser))
     as_json = given.pop("json")
     for option, value in given.items():
-        for check in (each for each in parameters[option].notes if callable(each) and not isinstance(each, Between)):
+        for check in filter(callable, parameters[option].notes):
             for each in value if isinstance(value, tuple) else [value]:
                 check(each)
     return given, as_json
@@ -107,12 +101,11 @@ def make_parser(name: str, about: str) -> Parser:
 
 def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter) -> None:
     """A parameter of a benchmark as an option, read as its type says."""
-    flag, (kind, default, (about, *notes)) = f"--{name.replace('_', '-')}", parameter
+    (kind, default, (about, *notes)), letter = parameter, _LETTERS.get(name)
     if kind is bool:
-        switch = f"--no-{flag[2:]}" if default else flag
+        switch = f"--no-{name}" if default else f"--{name}"
         parser.add_argument(switch, dest=name, action="store_false" if default else "store_true", help=about)
         return
-    letter = _LETTERS.get(name)
     kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
         int: (_count, letter or "N"),
         float: (notes[0] if notes else float, "X"),
@@ -120,7 +113,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
         Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
     }
-    asked.add_options(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
+    flags = f"--{name} -{letter}" if letter else f"--{name}"
+    asked.add_options(parser, (flags, kinds[kind][0], default, kinds[kind][1], about))
 
 
 def _count(text: str) -> int:
@@ -136,11 +130,10 @@ def command_of(benchmark: str, options: Mapping[str, Any]) -> str:
         value = options.get(name, parameter.default)
         if value == parameter.default or isinstance(value, Path):
             continue
-        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")]
+            words += [f"--{name}", ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")]
     return " ".join(words)
 
 
@@ -152,11 +145,9 @@ def check_width(width: int, heads: int = 4) -> None:
 
 def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[float]:
     """Of an option that is a list of them."""
-    try:
+    with contextlib.suppress(ValueError):
         found = [float(value) for value in values]
-    except ValueError:
-        found = []
-    if not found or not all(0 < value < float("inf") for value in found) or (whole and any(v % 1 for v in found)):
-        given = f"--{name} {','.join(values)[:40]}"
-        raise ConfigError(f"{given} is not a list of numbers above 0, with commas between them")
-    return found
+        if found and all(0 < value < float("inf") and not (whole and value % 1) for value in found):
+            return found
+    given = f"--{name} {','.join(values)[:40]}"
+    raise ConfigError(f"{given} is not a list of numbers above 0, with commas between them")

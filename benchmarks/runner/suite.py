@@ -9,51 +9,15 @@ Every part is stored as soon as it has ended. A run without all its parts was st
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks import ENTRIES
 from benchmarks.runner.outcome import Outcome, environment, measured, outcome, read
 from benchmarks.runner.parameters import parsed
 from benchmarks.runner.rounds import Progress, within, write_whole
 from gapless.errors import ConfigError, GaplessError
-
-
-class Entry(NamedTuple):
-    """A benchmark with words for its command line; `quick` ones take seconds, and their figures mean little."""
-
-    benchmark: str
-    quick: str
-    words: str = ""
-
-
-_SMALL = "--devices 2 --microbatches 4 --milliseconds 1 --rounds 2 --schedules 1f1b"
-ENTRIES: Mapping[str, Entry] = {
-    "emulated": Entry("emulated", _SMALL),
-    "emulated-20ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 20"),
-    "emulated-1ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 1"),
-    "emulated-ranks": Entry("emulated", f"{_SMALL} --torchrun", "--torchrun"),
-    "overlap": Entry("overlap", "--devices 2 --microbatches 4 --milliseconds 1 --steps 2 --rounds 2 --schedules zb-h2"),
-    "peers": Entry("peers", "--microbatches 4 --layers 2 --schedules 1f1b --sizes light --rounds 2"),
-    "matrix": Entry("matrix", "--devices 2 --microbatches 8 --times 1 --rounds 2"),
-    "largest": Entry("largest", "--models Transformer --no-predicted --width 16 --layers 3 --devices 2"),
-    "offload": Entry("offload", "--devices 2 --microbatches 4 --width 1024 --tokens 64 --memory 1.3"),
-    "throughput": Entry("throughput", "--milliseconds 8 --devices 2 --microbatches 1,4 --no-slow --rounds 2"),
-    "breakdown": Entry("breakdown", "--width 16 --depth 2 --devices 2 --milliseconds 1 --rounds 2"),
-    "bubbles": Entry("bubbles", "--lines 1"),
-    "overhead": Entry("overhead", "--depth 1 --width 16 --rounds 2"),
-    "tiny": Entry("tiny", "--microbatches 2 --steps 1 --rounds 2"),
-    "split": Entry("split", "--times 2 --rounds 2"),
-    "timeline": Entry("timeline", "--devices 2 --microbatches 2 --steps 1 --rounds 2"),
-    "saving": Entry("saving", "--width 16 --depth 1 --rounds 2"),
-    "scale": Entry("scale", "--smallest 4 --largest 8"),
-    "replicas": Entry("replicas", "--devices 4 --milliseconds 2 --rounds 2"),
-    "plan": Entry("plan", "--quick --rounds 1 --seconds 0.01"),
-    "staleness": Entry("staleness", "--devices 2 --steps 5 --batch 2 --width 4 --seeds 1", "--seeds 3"),
-    "compile": Entry("compile", "--devices 1 --depth 1 --width 16 --steps 1 --rounds 2 --backend aot_eager"),
-    "gpu": Entry("gpu", "--rounds 2"),
-    "plan-fit": Entry("plan", "--fit", "--fit"),
-}
 
 
 class Runs:

@@ -84,7 +84,8 @@ class Table:
 def tabulated(title: str, rows: Sequence[Mapping[str, Any]], columns: str, *verdict: str, **more: Any) -> Table:
     """A table with a line for each of the rows. Columns have ` | ` between them, each `heading=key:unit`:
 
-    key    of the row; that of the heading if it is not given. Where there is nothing the cell is empty
+    key    of the row; that of the heading if it is not given. Where there is nothing the cell is empty, and of rounds
+           it is the median
     unit   how a number is shown, with its digits if they are not the usual: ms, ms.2, %, +% (with its sign), MiB, x
     """
     parsed = [_column(each) for each in columns.split(" | ")]
@@ -103,6 +104,7 @@ def cell(value: Any, unit: str = "") -> str:
     if value is None or not unit:
         return "" if value is None else str(value)
     name, _, digits = unit.removeprefix("+").partition(".")
+    value = median(value) if isinstance(value, list) else value
     factor, suffix, usual = _UNITS[name]
     form = f"{'+' if unit[0] == '+' else ''}{',' if name == ',' else ''}.{digits or usual}f"
     return f"{factor * value:{form}}{suffix}"
@@ -137,9 +139,7 @@ class Told:
 
 def told_duel(title: str, found: Mapping[str, Any], *figures: Figure, ours: str = "gapless") -> Told:
     """Of what `fight` found: the seconds of both, then the figures. The title has places for what was found."""
-    rows = [
-        (ours if by == "gapless" else by, f"{1000 * median(values):.2f} ms", "per step")
-        for by, values in found["rounds"].items()
-    ]
+    steps = found["rounds"].items()
+    rows = [(ours if by == "gapless" else by, cell(values, "ms.2"), "per step") for by, values in steps]
     rows += [(each.name, str(each), f"median of the rounds; meant: {each.meant}") for each in figures]
     return Told(figures, [Table(title.format_map(found), ("", "median", ""), rows)])

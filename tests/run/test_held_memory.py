@@ -33,7 +33,8 @@ def test_weights_gradients_and_optimizer_add_up(schedule: str) -> None:
     assert sum(each.gradients for each in found.stages) == bytes_of(parameters)
     assert sum(each.optimizer for each in found.stages) == bytes_of([each for one in states for each in one.values()])
     assert not found.gpus
-    assert " ".join(repr(found).split()[:8]) == "stage device weights gradients optimizer copies casts graphs"
+    headings = "stage device weights gradients optimizer copies activations deferred casts graphs"
+    assert repr(found).splitlines()[0].split() == headings.split()
 
 
 def test_copies_are_held_until_a_step_is_settled() -> None:
@@ -51,6 +52,46 @@ def test_copies_are_held_until_a_step_is_settled() -> None:
         assert held == wanted
         training.settle()
         assert sum(each.copies for each in pipe.memory().stages) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "activations", "deferred"),
+    [("1f1b", [300, 200, 100], [0, 0, 0]), ("gpipe", [500] * 3, [0] * 3), ("zb-h1", [300, 200, 100], [0, 40, 80])],
+)
+def test_what_is_kept_follows_from_the_schedule(schedule: str, activations: list[int], deferred: list[int]) -> None:
+    x = torch.randn(5, 6)
+    with gapless.Pipeline(
+        nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))),
+        devices=3,
+        microbatches=5,
+        loss=F.mse_loss,
+        schedule=schedule,
+    ) as pipe:
+        pipe.step(x, x)
+        for stage in pipe._staged.stages.values():  # as if it were on a GPU, where these are measured
+            stage.changes = {"F": [100, 100, 170], "I": [-60], "W": [-40], "B": [-100]}
+        found = pipe.memory().stages
+    assert [each.activations for each in found] == activations
+    assert [each.deferred for each in found] == deferred
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_activations_on_a_gpu_are_what_the_peak_has_beside_the_rest() -> None:
+    wide, rows, count = 512, 8192, 6
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(wide, wide), nn.Tanh()) for _ in range(4))).cuda()
+    x = torch.randn(rows, wide, device="cuda")
+    with gapless.Pipeline(
+        model, devices=["cuda:0"], microbatches=count, loss=F.mse_loss, schedule="gpipe", graphs=False
+    ) as pipe:
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            pipe.step(x, x)
+        (stage,), (_, peak) = pipe.memory().stages, pipe.memory().gpus["cuda:0"]
+    one = rows // count * wide * 4
+    assert stage.activations == pytest.approx(count * 4 * one, rel=0.05)  # each tanh keeps its result
+    others = stage.weights + stage.gradients + bytes_of([x])
+    assert peak == pytest.approx(others + stage.activations + 3 * one, rel=0.05)  # gradients on their way
 
 
 @pytest.mark.gpu

@@ -43,6 +43,15 @@ STATIC_SHAPES = Guard(
     "comparing the shapes of batches and of outputs of stages",
     "give all steps batches of one shape (a DataLoader with drop_last=True does), or leave out static_shapes",
 )
+TENSORS_ELSEWHERE = Guard(
+    "weights and buffers of another rank",
+    "a function in `layers=`, or a loss, that changes a weight or a buffer that no layer of its stage has: other "
+    "ranks and checkpoints would keep its old value",
+    "in every step",
+    "comparing version counters of these tensors",
+    "make the function a module of `layers=` that has it",
+    "changes through .data",
+)
 PARTIAL_STATE = Guard(
     "state of a part",
     "model.state_dict() or model.save_pretrained() on a rank, with initial values for what other ranks train",

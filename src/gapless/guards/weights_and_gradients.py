@@ -77,8 +77,8 @@ WEIGHTS_ELSEWHERE = Guard(
 )
 SECOND_USES = Guard(
     "second uses of a weight",
-    "a weight that only some microbatches use in a second way, with a split backward and autocast or a hook: its "
-    "gradients would be added in another order",
+    "a weight that only some microbatches use in a second way, with a split backward and autocast or a hook, or unseen "
+    "by torch's functions: its gradients would be added in another order",
     "in every step",
     "a walk over the graph of a stage, when its size changes",
     "choose a schedule whose backward is not split, such as 1f1b, or use it so in every microbatch",

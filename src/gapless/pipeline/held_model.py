@@ -194,7 +194,8 @@ class HeldModel:
         include its state.
         """
         self._check_made()
-        return held_memory(self._staged.stages, optimizer, {} if self._training is None else self._training._copies())
+        copies = {} if self._training is None else self._training._copies()
+        return held_memory(self._staged.stages, self._staged.schedule, optimizer, copies)
 
     @property
     def compile_seconds(self) -> float:

@@ -86,7 +86,7 @@ class OverlappedTraining:
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
-        self._habits = TrainingHabits(optimizer, asked.scheduler, self.settle)
+        self._habits = TrainingHabits(optimizer, asked.scheduler, self.settle, self._settle_here)
 
     def _made(self, check: Check) -> "ThreadSteps | RankSteps":
         if isinstance(self._world, OneProcess):
@@ -157,6 +157,14 @@ class OverlappedTraining:
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _settle_here(self) -> None:
+        if self._under_way and not self._world.one_process:
+            raise ConfigError(
+                "the scheduler is a step behind while a step is under way: read result.rate, or call training.settle() "
+                "on every rank first"
+            )
+        self.settle()
 
     def _beside(self, batches: Sequence[tuple[Any, Any]]) -> AbstractContextManager[object] | None:
         """A call while steps are under way; None if there are none, or these batches bring something new."""

@@ -73,7 +73,7 @@ class StagedModel:
             check_data(nn.Module() if options.init else model, "give init=, or read it with gapless.hf.load")
             if options.cuts is None:
                 check_uncounted(partition, model)
-            self.model = Captured(model, self._devices, options.cuts, movable=self._is_whole)
+            self.model = Captured(model, self._devices, options.cuts, movable=self._is_whole, eager=not options.graphs)
         else:
             self.model = Layers(model, layers)
             with room_for(schedule, len(world.devices), "cut the model into smaller layers"):

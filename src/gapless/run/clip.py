@@ -4,6 +4,7 @@ That takes the norm of each gradient, in its dtype, and then the norm of these: 
 the next, in an order of torch's own.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ class OwnPart:
 
     def __init__(self, parameters: Iterable[nn.Parameter], refusal: Callable[[], GaplessError] = _of_a_rank) -> None:
         self._parameters, self.refusal = [weakref.ref(each) for each in parameters], refusal
+        self.clears_gradients = refusal is not _of_a_rank  # a step that has ended leaves none
         if not _parts:
             _clipping._get_total_norm = _norm_of_all
         _parts.add(self)
@@ -56,6 +58,8 @@ def _norm_of_all(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     given = {id(each) for each in tensors}
     for part in [part for part in _parts if part.has(given)]:
         raise part.refusal()
+    for part in [part for part in _parts if part.clears_gradients and not tensors]:
+        warnings.warn(f"clip_grad_norm_ finds no gradient: {part.refusal()}", stacklevel=4)
     return _total_norm(tensors, *args, **kwargs)
 
 

@@ -8,7 +8,7 @@ from gapless.run.lanes import fenced
 from gapless.run.program import Call, Program
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
-from gapless.schedule.action import Schedule
+from gapless.schedule.action import Action, Schedule
 from gapless.schedule.timeline import Timeline
 
 
@@ -24,7 +24,7 @@ def execute(program: Program, team: Team) -> None:
     profiled = torch.autograd.profiler._is_profiler_enabled
 
     def task(device: int) -> Call:
-        lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+        lane, calls, stopping = program.lanes[device], _weighed(program, device), program.stopping
         reached = program.reached
         if profiled:
             calls = [
@@ -68,6 +68,32 @@ def execute(program: Program, team: Team) -> None:
         finally:
             failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
     team.left = None
+
+
+def _weighed(program: Program, device: int) -> list[Call]:
+    """The calls of a device; in the second step of its stages each notes by how much it changes what is allocated, if
+    no other device of this process does so on the same GPU.
+    """
+    calls, gpu = program.calls[device], program.lanes[device].device
+    if program.inference or gpu.type != "cuda" or [program.lanes[each].device for each in program.here].count(gpu) > 1:
+        return calls
+    row = program.schedule.rows[device]
+    stages = {action.stage: program.stages[action.stage] for action in row}
+    is_second = all(stage.changes == {} for stage in stages.values())
+    for stage in stages.values():
+        stage.changes = stage.changes or {}
+
+    def weighed(call: Call, action: Action) -> Call:
+        changes = (stages[action.stage].changes or {}).setdefault(action.kind.value, [])
+
+        def run() -> None:
+            before = torch.cuda.memory_allocated(gpu)
+            call()
+            changes.append(torch.cuda.memory_allocated(gpu) - before)
+
+        return run
+
+    return [weighed(call, action) for call, action in zip(calls, row, strict=True)] if is_second else calls
 
 
 def _named(call: Call, name: str) -> Call:

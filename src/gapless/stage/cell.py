@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.aliases import OWN_CHANGED
 from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, mark_view, was_view
 from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
@@ -74,7 +76,7 @@ class Cell(CellTies):
         ):
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = ([inputs], None) if is_lone else mb.flatten(inputs, views=self._shares)
-        kept = Kept.of(tensors, shape)
+        kept = Kept.of([*tensors, *mb.views_in(inputs, shape)], shape, together=self._intake.together)
         handed = self._build(work, kept)
         if then is not None:
             then(handed)
@@ -126,6 +128,10 @@ class Cell(CellTies):
         self._viewed = NO_VIEWS
         return handed
 
+    def edges(self, microbatch: int) -> Sequence[GradientEdge | None]:
+        """Where the graph of a microbatch begins, if there is one."""
+        return (microbatch in self._kept and self._kept[microbatch].edges) or ()
+
     def recompute(self, work: Work) -> None:
         """Nothing to do: this cell keeps its graph."""
 
@@ -148,6 +154,8 @@ class Cell(CellTies):
         layout = kept.layout(starts, work.target if self._with_loss else None)
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
+        # A graph of another kind may have as many nodes.
+        waiting = () if kept.looked_at else self._waiting(work)
         try:
             if kept.after and self._calls.mode.checkpoints:  # these run layers again
                 with self._undo.as_left(kept, self._place[0]):
@@ -160,6 +168,7 @@ class Cell(CellTies):
             if _TWICE in str(error):
                 error.add_note(_STORED)
             raise
+        self._check_waiting(waiting)
         found = kept.grads()
         if then is not None:
             then(found)  # before the graph is taken down
@@ -185,19 +194,25 @@ class Cell(CellTies):
                 cast = intake.casts or calls.mode.casts_by_itself or autocast_is_on()
                 copies = intake.guarded or not intake.tried
                 tensors = intake.given(leaves, kept.views, cast=cast) if copies or cast else leaves
-                self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
+                value, self._viewed = kept.value(tensors), NO_VIEWS
+                if kept.views or kept.together:
+                    views = mb.views_in(value, kept.shape) if kept.together else ()
+                    self._viewed = Viewed(tensors, kept.views, views)
                 versions, taken = [*map(VERSION, tensors)], [*map(VERSION, leaves)]
                 numbers = None if intake.tried else [leaf.detach().clone() for leaf in leaves]
                 if not quiet:
                     undo.begin(work.step)
                 try:
-                    value = tensors[0] if kept.shape is None else mb.unflatten(tensors, kept.shape)
                     handed = self._run(work, kept, value, defer=defer)
                 except (Restart, RuntimeError) as error:
                     if quiet:
                         undo.entered()
                     quiet = False
-                    undo.start_again(error, self._place[0], guarded=intake.guarded)
+                    if OWN_CHANGED in str(error) and not kept.together:
+                        undo.start_again(Restart("a layer changes its input in place"), self._place[0], guarded=True)
+                        kept.together = intake.together = True
+                    else:
+                        undo.start_again(error, self._place[0], guarded=intake.guarded)
                     intake.put_back(leaves, taken, numbers)
                     intake.guarded |= not isinstance(error, Restart)
                 else:
@@ -207,7 +222,7 @@ class Cell(CellTies):
             was_changed = versions != [*map(VERSION, tensors)]
             if was_changed or not intake.tried:
                 intake.learn(was_changed, seen=copies or not cast)
-            if was_changed and kept.views:
+            if was_changed and self._viewed is not NO_VIEWS:
                 kept.changed = self._viewed.changed(kept.edges, self._place[0])
             self._viewed = NO_VIEWS
         if not work.replaying and (not quiet or attributes.begun or attributes.changed):
@@ -223,7 +238,8 @@ class Cell(CellTies):
             calls.stored.set_elsewhere(stored)
         defer = defer and work.defer
         if work.step != self._step:
-            self._step, self._cast_anew, self._walked = work.step, self._ties, False
+            self._step, self._cast_anew = work.step, self._ties
+            self._walked.clear()
             self._deferring.clear()
         elif self._ties != self._cast_anew:
             self._cast_anew = tuple(each for each in self._ties if each in self._cast_anew or self._may_cast_anew(each))
@@ -251,10 +267,11 @@ class Cell(CellTies):
         if mode.switched:
             check_switched(mode, [each.parameter for each in self._ties])
         # Code that is not torch's own may end elsewhere with as many nodes as before.
-        may_differ = calls.is_open and (not self._walked or mode.met_strangers or calls.ran_unseen)
+        may_differ = calls.is_open and (defer not in self._walked or mode.met_strangers or calls.ran_unseen)
         if may_differ or graph not in self._graphs:
             self._look(kept)
-            self._walked = kept.looked_at = True
+            self._walked.add(defer)
+            kept.looked_at = True
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:
@@ -278,5 +295,6 @@ class Cell(CellTies):
         if type(value) is Tensor and value.grad_fn is not None and not value._is_view() and self._viewed is NO_VIEWS:
             kept.edges = [edge_of(value)]
             return value.detach().requires_grad_()
+        start = nodes_made()
         tensors, shape = mb.flatten(value, views=self._shares)
-        return mb.unflatten(kept.hand_on(tensors, self._viewed), shape)
+        return mb.unflatten(kept.hand_on(tensors, mb.views_in(value, shape), self._viewed, start), shape)

@@ -19,6 +19,7 @@ class Intake:
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self.guarded = False
         self.tried = False  # a run has told
+        self.together = False  # a layer was seen to change one of several that share memory
         self.casts = False  # a layer was seen to cast the input in an autocast of its own
 
     @property

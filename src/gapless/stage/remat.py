@@ -41,7 +41,8 @@ class RematCell(Cell):
             return super().forward(work, inputs, then)
         intake = self._intake
         tensors, shape = mb.flatten(inputs, views=self._shares)
-        kept = Kept.of(tensors, shape, AutocastState())
+        views = mb.views_in(inputs, shape)
+        kept = Kept.of([*tensors, *views], shape, AutocastState(), together=intake.together)
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
         copies = [copied(leaf.detach()) for leaf in kept.leaves] if intake.copies else kept.leaves
         # Nor may a copy be laid out in another way, or the layers may take other kernels.
@@ -49,8 +50,9 @@ class RematCell(Cell):
             copies = kept.leaves
         was_copied = copies is not kept.leaves
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
-        first = Kept(leaves, shape, views=kept.views)
+        first = Kept(leaves, shape, together=kept.together, views=kept.views)
         handed = self._build(work, first, defer=False)
+        kept.together = first.together
         kept.buffers, kept.before, kept.after = first.buffers, first.before, first.after
         for each in self._kept.values():
             each.buffers += self._undo.buffers.begun_now()

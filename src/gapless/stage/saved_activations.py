@@ -17,7 +17,7 @@ from gapless.guards.weights_and_gradients import NOTHING_TO_TRAIN
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.aliases import has_history
 from gapless.stage.batch.plain import detach, without_loss
-from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of
+from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, late_views, mark_view, nodes_of
 from gapless.stage.guards.changing_buffers import Taken
 from gapless.stage.guards.state.state_notes import Note
 from gapless.stage.offload.saved_storages import SavedStorages
@@ -35,6 +35,10 @@ _NO_BASE = (
 _USED_BETWEEN = (
     "a layer changes its input in place; it is a view that was made some stages before, and a stage between uses it "
     "too, so its gradients would be added in another order than in plain training"
+)
+_LATE = (
+    "a layer changes a tensor in place and hands it on with views that were made before; their gradients would be "
+    "added in another order than in plain training"
 )
 
 
@@ -63,7 +67,7 @@ class Kept:
     recomputed.
     """
 
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # those of views last
     shape: mb.Shape | None
     edges: list[GradientEdge | None] | None = None
     starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`
@@ -79,12 +83,21 @@ class Kept:
     looked_at: bool = False  # as it may differ from others with as many
     known_ties: tuple[Tie, ...] = ()  # when its forward ran
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
+    together: bool = False  # gradients of views meet at what they are views of: a layer changes one in place
     views: tuple[int, ...] = ()  # leaves that were views where they were made
+    late: Sequence[Collection[int]] = ()  # outputs of one base, some of them views whose nodes were not there yet
     changed: Collection[int] = ()  # of these: changed in place, so their gradients are for their bases
     bases: Mapping[int, Base | None] = dataclasses.field(default_factory=dict)  # of outputs that are views
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        shape: mb.Shape | None,
+        autocast: AutocastState | None = None,
+        *,
+        together: bool = False,
+    ) -> "Kept":
         """For these inputs."""
         views: tuple[int, ...] = ()
         leaves = []
@@ -92,11 +105,22 @@ class Kept:
             leaves.append(tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach())
             if getattr(tensor, "was_view", False):
                 views = (*views, number)
-        return cls(leaves, shape, autocast=autocast, views=views)
+        return cls(leaves, shape, autocast=autocast, together=together, views=views)
 
-    def hand_on(self, tensors: Sequence[Tensor], viewed: Viewed) -> list[Tensor]:
-        """The outputs, cut off from the graph, whose edges are noted."""
-        self.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in tensors]
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """What the layers get, with these for its leaves."""
+        if self.shape is None:
+            return tensors[0]
+        count = len(self.shape.tensors)
+        return mb.unflatten(tensors[:count], self.shape, () if self.together else self.leaves[count:])
+
+    def hand_on(self, tensors: Sequence[Tensor], views: Sequence[Tensor], viewed: Viewed, start: int) -> list[Tensor]:
+        """The outputs, cut off from the graph, whose edges are noted; those of views of them too. Whoever asks for the
+        node of a view after its base was changed in place makes it: `start` is how many there were before we did.
+        """
+        self.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in (*tensors, *views)]
+        if views:
+            self.late = late_views([*tensors, *views], self.edges, start)
         handed, bases = [leaf_of(tensor) for tensor in tensors], {}
         for number, tensor in enumerate(tensors):
             if self.edges[number] is not None and (viewed is not NO_VIEWS or tensor._is_view()):
@@ -131,6 +155,8 @@ class Kept:
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward starts, and with what."""
         assert self.edges is not None
+        if any(sum(grads[number] is not None for number in numbers) > 1 for numbers in self.late):
+            raise CHANGED_VIEWS.refusal(_LATE)
         if self.bases and any(grad is not None and grad.requires_grad for grad in grads):
             grads = self._to_bases(grads)
         if len(grads) == 1 == len(self.edges) and grads[0] is not None and self.edges[0] is not None:
@@ -158,7 +184,7 @@ class Kept:
                 raise CHANGED_VIEWS.refusal(_NO_BASE)
             edges[number], found[number] = base.edge, base.grad(grad)
             if base.source is not None:  # itself an input, so the gradient goes on to the stage before
-                others = [edge for other, edge in enumerate(self.edges) if other != number]
+                others = [edge for other, edge in enumerate(self.edges) if other != number and grads[other] is not None]
                 if get_gradient_edge(self.leaves[base.source]).node in nodes_of(others):
                     raise CHANGED_VIEWS.refusal(_USED_BETWEEN)
                 self.changed = {*self.changed, base.source}
@@ -240,6 +266,6 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
 
 
-def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
-    if grad.stride() != stride:
+def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor | None) -> None:
+    if grad is not None and grad.stride() != stride:
         as_they_came[number] = grad

@@ -100,6 +100,8 @@ class Stage(Offloading, StageTies):
         )
         self._step_back = self._step_weight = -1
         self._step, self._weight_changes = -1, WeightChanges(self.parameters())
+        # By how many bytes its actions change what is allocated on a GPU, by their letters; None: it has not run yet.
+        self.changes: dict[str, list[int]] | None = None
 
     def draws_among_others(self) -> None:
         """Whoever is not of ours may draw from torch's default generators during a forward: a loader that goes on."""

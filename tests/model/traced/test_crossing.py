@@ -7,9 +7,10 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gapless.model.traced.capture import flat_of
-from gapless.model.traced.crossing import Crossing, even_cuts, homes_of
+from gapless.model.traced.crossing import Crossing, choose, even_cuts, homes_of
 from gapless.model.traced.trace import Trace
 
 
@@ -73,3 +74,30 @@ def test_there_is_no_cut_between_a_value_and_a_change_of_what_may_be_its_view() 
     names = [node.name for node in crossing.trace.nodes]
     between = range(names.index("scaled_dot_product_attention"), names.index("mul_"))
     assert not any(crossing.allowed[place] for place in between)
+
+
+class Headed(nn.Module):
+    """Small blocks, and a head that has as many multiplications as all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(15))
+        self.head = nn.Linear(64, 64 * 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize(("rows", "eager", "blocks"), [(256, False, 15), (256, True, 8), (2**16, True, 15)])
+def test_on_a_gpu_the_cut_is_by_launches_only_where_these_take_the_time(rows: int, eager: bool, blocks: int) -> None:
+    trace = Trace(Headed(), *flat_of(torch.empty(rows, 64)))
+    with FakeTensorMode():  # as if it were on one
+        for node in trace.nodes[0].graph.nodes:
+            if isinstance(node.meta.get("val"), Tensor):
+                node.meta["val"] = torch.empty(node.meta["val"].shape, device="cuda")
+    (place,) = choose(Crossing(trace, eager=eager), 2)
+    homes = homes_of(Crossing(trace), [place])
+    assert [homes[f"blocks.{number}.weight"] for number in range(15)].count({0}) == blocks

@@ -241,3 +241,27 @@ def test_a_loop_that_steps_the_optimizer_too_is_told_so() -> None:
         training.close()
         pipe.step(*batch())
         optimizer.step()
+
+
+def test_a_clip_of_gradients_that_are_gone_says_so() -> None:
+    """It returned a norm of 0."""
+    with pipeline() as pipe, pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1)) as training:
+        training.step(*batch())
+        training.settle()
+        with pytest.warns(UserWarning, match="finds no gradient: pipe.training clips the gradients itself"):
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+
+
+def test_a_scheduler_that_is_read_while_a_step_is_under_way_is_not_a_step_behind() -> None:
+    with pipeline() as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        kind = type(scheduler)
+        with pipe.training(optimizer, scheduler=scheduler) as training:
+            for step in range(1, 5):
+                training.step(*batch())
+                if step % 2:
+                    assert scheduler.get_last_lr() == [1 / (1 + step)]
+                else:
+                    assert scheduler.state_dict()["last_epoch"] == step
+        assert type(scheduler) is kind

@@ -6,13 +6,14 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gapless.train.config.config import read_config
 from gapless.train.run.display import Lines, Live, Speed, curve
-from gapless.train.run.metrics import read_metrics
+from gapless.train.run.metrics import parts_of, read_metrics
 from gapless.train.run.run_folder import RunFolder
 from gapless.train.run.trainer import Callback, Step, Trainer
 from gapless.train.run.training import prepared
@@ -98,6 +99,26 @@ def test_a_thread_may_ask_for_the_speed_at_any_time() -> None:
         thread.join()
         sys.setswitchinterval(usual)
     assert not wrong
+
+
+def test_the_first_step_of_a_resumed_run_is_cold_too() -> None:
+    """Only step 1 was left out."""
+    speed = Speed()
+    for number, seconds in ((11, 60.0), (12, 0.5), (13, 0.5)):
+        speed.add(Step(number, 2.0, 0.1, None, 16, 512, seconds, 0.1, 0.1))
+        assert speed.seconds == seconds
+    assert speed.speed() == "1,024 tokens/s"
+
+
+def test_a_report_leaves_out_the_first_step_of_each_process() -> None:
+    """Where a run was resumed on the same devices, its cold step counted."""
+    start: dict[str, Any] = {"step": 0, "started": {"devices": "2"}}
+    lines = [start, *({"step": step, "loss": 1.0} for step in (1, 2)), start, {"step": 3, "loss": 1.0}]
+    lines += [{"step": 3, "evaluation": 1.0, "seconds": 1.0}, {"step": 4, "loss": 1.0}]
+    (part,), (cold,) = parts_of(lines), parts_of(lines[:2])
+    assert [line["step"] for line in part.warm_steps] == [2, 4]
+    assert [line["step"] for line in part.steps] == [1, 2, 3, 4]
+    assert cold.warm_steps == cold.steps
 
 
 class _Loop(Callback):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
@@ -26,7 +25,7 @@ from gapless.stage.batch.loss_counts import Weighed, told
 from gapless.stage.batch.minibatch import Minibatch
 from gapless.stage.settings import settings
 
-from .crossing import Crossing, choose, follow, homes_of, is_graph_of
+from .crossing import Crossing, choose, follow, homes_of, is_graph_of, names_of
 from .graph_cuts import GraphCuts
 from .hollow import hollow
 from .piece import GraphLayer, Moved, Piece
@@ -43,16 +42,22 @@ class Captured:
     """A model and its traces, cut into as many layers as there are stages. `layers` and `module` are as in `Layers`."""
 
     def __init__(
-        self, model: nn.Module, devices: Sequence[torch.device], cuts: GraphCuts | None = None, *, movable: bool = True
+        self,
+        model: nn.Module,
+        devices: Sequence[torch.device],
+        cuts: GraphCuts | None = None,
+        *,
+        movable: bool = True,
+        eager: bool = False,
     ) -> None:
         """`devices`: that of each stage. `movable` says that parameters may change their stages when the model is
-        edited.
+        edited, `eager` that no CUDA graphs are made of it.
         """
         check_parts(model)
         if cuts is not None:
             _check_same(cuts, model)
         self.module = model
-        self._movable = movable
+        self._movable, self._eager = movable, eager
         self._devices = list(devices)
         self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self.num_traces = 0  # so far
@@ -179,10 +184,10 @@ class Captured:
         return hollow(self.module, self._origin)
 
     def _cut(self, trace: Trace) -> None:
-        crossing = Crossing(trace)
+        crossing = Crossing(trace, eager=self._eager)
         cuts = self._places(crossing)
         if not self.edition.traces:
-            self.edition.names = _names_of(trace, cuts, self.module)
+            self.edition.names = names_of(trace, cuts, self.module)
         for name, stages in homes_of(crossing, cuts).items():
             self._homes.setdefault(name, stages)
         moved = [None if target == self._origin else (self._origin, target) for target in self._devices]
@@ -212,39 +217,6 @@ def pieces_of(crossing: Crossing, cuts: Sequence[int], model: nn.Module, moved: 
         Piece(crossing, start, end, model, moved[number], is_last=number == len(cuts))
         for number, (start, end) in enumerate(pairwise(bounds))
     ]
-
-
-def _names_of(trace: Trace, cuts: Sequence[int], model: nn.Module) -> list[str]:
-    """For each stage its first and its last module, in the user's names: the outermost that are in no other stage.
-    `cuts` are the positions after which the trace is cut.
-    """
-    known = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
-    paths = [_path(node, known) for node in trace.nodes]
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for place, path in enumerate(paths):
-        for name in path:
-            first.setdefault(name, place)
-            last[name] = place
-    found = []
-    for before, end in pairwise([-1, *cuts, len(paths) - 1]):
-        within = (
-            [name for name in path if first[name] > before and last[name] <= end]
-            for path in paths[before + 1 : end + 1]
-        )
-        inside = [names[0] for names in within if names]
-        number = end - before
-        between = f"{number} operation{'s' if number > 1 else ''} between modules"
-        ends = dict.fromkeys((inside[0], inside[-1])) if inside else [between]
-        found.append(" to ".join(ends))
-    return found
-
-
-def _path(node: Node, known: set[str]) -> list[str]:
-    """The modules in whose forward a node is, from the outermost."""
-    stack = node.meta.get("nn_module_stack") or {}
-    names = [str(name).partition("@")[0] for name, _ in stack.values()]
-    return [name for name in names if name in known]
 
 
 def _check_same(cuts: GraphCuts, model: nn.Module, used: Iterable[str] = ()) -> None:

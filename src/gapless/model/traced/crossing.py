@@ -11,11 +11,11 @@ the first to the last use of a buffer that is changed.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from gapless.errors import PartitionError, TooFewLayersError
@@ -30,19 +30,24 @@ _ELEMENT = 8.0  # what touching an element costs, in multiplications
 # On an H200, as measured: memory costs more beside multiplications, every call has kernels to start, and float32 is
 # slower to multiply.
 _GPU_ELEMENT, _GPU_CALL, _GPU_FLOAT32 = 200.0, 2e8, 8.0
+_HOST_CALL, _HOST_VIEW = 1.2e9, 0.5e9  # what a host needs meanwhile, for forward and backward of a call
 _SLACK = 1.03  # how much slower than the best the slowest stage may be for the sake of less crossing
 _CANDIDATES = 600
 
 
 class Crossing:
-    """For every position of a trace: what crosses there, how many bytes, and whether a cut is allowed."""
+    """For every position of a trace: what crosses there, how many bytes, and whether a cut is allowed. `eager`: on a
+    GPU no CUDA graphs are made of it.
+    """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, eager: bool = False) -> None:
         self.trace = trace
         nodes = trace.nodes
         self.index = {node: number for number, node in enumerate(nodes)}
         self.last = _last_uses(trace, self.index)
         self.costs = [_cost(node) for node in nodes]
+        if eager and sum(launches := [_host_cost(node) for node in nodes]) > sum(self.costs):
+            self.costs = launches
         self._births = dict.fromkeys(trace.inputs, -1) | self.index
         change = [0.0] * (len(nodes) + 1)
         for node, birth in self._births.items():
@@ -195,6 +200,39 @@ def _stages_needed(ends: Sequence[float], bound: float) -> float:
     return count
 
 
+def names_of(trace: Trace, cuts: Sequence[int], model: nn.Module) -> list[str]:
+    """For each stage its first and its last module, in the user's names: the outermost that are in no other stage.
+    `cuts` are the positions after which the trace is cut.
+    """
+    known = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
+    paths = [_path(node, known) for node in trace.nodes]
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for place, path in enumerate(paths):
+        for name in path:
+            first.setdefault(name, place)
+            last[name] = place
+    found = []
+    for before, end in pairwise([-1, *cuts, len(paths) - 1]):
+        within = (
+            [name for name in path if first[name] > before and last[name] <= end]
+            for path in paths[before + 1 : end + 1]
+        )
+        inside = [names[0] for names in within if names]
+        number = end - before
+        between = f"{number} operation{'s' if number > 1 else ''} between modules"
+        ends = dict.fromkeys((inside[0], inside[-1])) if inside else [between]
+        found.append(" to ".join(ends))
+    return found
+
+
+def _path(node: Node, known: set[str]) -> list[str]:
+    """The modules in whose forward a node is, from the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [str(name).partition("@")[0] for name, _ in stack.values()]
+    return [name for name in names if name in known]
+
+
 def _last_uses(trace: Trace, index: dict[Node, int]) -> dict[Node, int]:
     last = {arg: index[node] for node in trace.nodes for arg in node.all_input_nodes}
     return last | dict.fromkeys(trace.output.all_input_nodes, len(trace.nodes))
@@ -240,6 +278,12 @@ def _cost(node: Node) -> float:
         each *= _GPU_FLOAT32 if outs[0].dtype is torch.float32 else 1
         return elements * (each + _GPU_ELEMENT) + _GPU_CALL
     return float(elements) * (each + _ELEMENT)
+
+
+def _host_cost(node: Node) -> float:
+    """What a host needs that launches it, in the same unit."""
+    on_gpu = any(out.is_cuda for out in tensors_of(node.meta.get("val")))
+    return (_HOST_VIEW if _is_view(node) else _HOST_CALL) if on_gpu else 0.0
 
 
 def _is_view(node: Node) -> bool:

@@ -24,7 +24,7 @@ from gapless.stage.norm.batchnorm_calls import checkpointed, checkpointed_count
 
 from .compiled_segments import in_segments
 from .crossing import Crossing
-from .operators import COUNTING, PYTHON, Answer, answered, is_heavy, is_uncompiled
+from .operators import COUNTING, PYTHON, Answer, answered, as_function, is_heavy, is_uncompiled
 
 Place = Callable[[int], object]
 Moved = tuple[torch.device, torch.device]  # from the one in a trace to the one of a piece
@@ -78,6 +78,8 @@ class Piece:
             if node in self._numbers or target in COUNTING or (split and is_heavy(node)):
                 target, made.args = answered(target), (answer, *made.args)
             made.target = target
+            if compiler is None:
+                as_function(made)
             values[node] = made
         if self._end is not None:
             graph.call_function(_place, (place, self._end))

@@ -24,14 +24,21 @@ def refuse_clipping() -> GaplessError:
 
 
 class TrainingHabits:
-    """Of one training: what its optimizer, parameters and scheduler must not meet. `settle` ends what is under way."""
+    """Of one training: what its optimizer, parameters and scheduler must not meet. `settle` ends what is under way, and
+    so does `settle_here`, for a call that may be one rank's alone.
+    """
 
-    def __init__(self, optimizer: Optimizer, scheduler: Any, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, scheduler: Any, settle: Callable[[], None], settle_here: Callable[[], None]
+    ) -> None:
         self._optimizer, self._scheduler, self._settle = optimizer, scheduler, settle
         self._counts: list[Any] = []  # of the scheduler after the last step; empty if not known
         self._parameters = self._given()
         self._trained = [each.requires_grad for each in self._parameters]
         self._unclipped: OwnPart | None = OwnPart(self._parameters, refuse_clipping)
+        self._kind, self._is_stepping = type(scheduler), False
+        if scheduler is not None:
+            scheduler.__class__ = self._read_settled(settle_here)
         optimizer.zero_grad = refuse  # type: ignore[method-assign]
         if not _open:
             nn.Module.zero_grad = _zero_grad  # type: ignore[method-assign]
@@ -40,6 +47,8 @@ class TrainingHabits:
     def end(self) -> None:
         """The optimizer is its owner's again."""
         self._unclipped = None
+        if self._scheduler is not None:
+            self._scheduler.__class__ = self._kind
         vars(self._optimizer).pop("zero_grad", None)
         _open.discard(self)
 
@@ -63,8 +72,25 @@ class TrainingHabits:
 
     def step_scheduler(self) -> None:
         """After an update."""
+        self._is_stepping = True
         self._scheduler.step()
+        self._is_stepping = False
         self._counts = self._counted()
+
+    def _read_settled(self, settle: Callable[[], None]) -> type:
+        """The scheduler's class: while a step is under way its rates and its state are those of the step before."""
+
+        def first(name: str) -> Callable[..., Any]:
+            def read(scheduler: Any, *args: Any) -> Any:
+                if not self._is_stepping:
+                    settle()
+                return getattr(self._kind, name)(scheduler, *args)
+
+            return read
+
+        names = [name for name in ("get_last_lr", "state_dict") if hasattr(self._kind, name)]
+        made = {name: first(name) for name in names}
+        return type(self._kind.__name__, (self._kind,), {**made, "__module__": self._kind.__module__})
 
     def zeroes(self, module: nn.Module) -> None:
         """Somebody clears the gradients of this one: those of steps that are under way are in use."""

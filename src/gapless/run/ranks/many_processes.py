@@ -126,7 +126,7 @@ class ManyProcesses:
             each.release()
         self._consistency.adopt(module)
         known, uses = self._homes, uses_of(parts)
-        self._homes = Homes(self.position.device, parts, placement.cycles, uses)
+        self._homes = Homes(self.position.device, parts, placement.cycles, uses, module)
         self._own_part = OwnPart(each for each in uses if self.position.num_devices > 1 and self._homes.holds(each))
         here = [self.position.torch_device] * placement.num_stages
         self._holders, away = shared(self.links, uses, self._homes.devices, self.position.torch_device)
@@ -204,7 +204,7 @@ class ManyProcesses:
             self.watch.roll.begin()  # from here on others depend on this rank
             channels = program.channels
             watched = channels.watched() if isinstance(channels, RankChannels) else nullcontext()
-            with self.watch.whereabouts.running(program), watched:
+            with self.watch.whereabouts.running(program), watched, self._homes.unchanged():
                 execute(program, self.team)
             if not program.inference:
                 self._end()

@@ -6,13 +6,15 @@ the tensors go one by one from the rank that holds them to all others. A DTensor
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gapless.guards.between_ranks import TENSORS_ELSEWHERE
 from gapless.model.uses import Uses
 from gapless.run.clip import unsharded
 from gapless.run.world import Parts
@@ -95,10 +97,16 @@ class Homes:
     """
 
     def __init__(
-        self, device: int, parts: Parts = (), cycles: Sequence[Sequence[int]] = (), uses: Uses | None = None
+        self,
+        device: int,
+        parts: Parts = (),
+        cycles: Sequence[Sequence[int]] = (),
+        uses: Uses | None = None,
+        module: nn.Module | None = None,
     ) -> None:
-        self._device, self._parts, self._cycles = device, parts, cycles
+        self._device, self._parts, self._cycles, self._module = device, parts, cycles, module
         self.devices = [cycle[0] for cycle in cycles]
+        self._watched: list[tuple[str, Mapping[str, Tensor | None], str]] | None = None  # what others have
         self._parameters = dict(uses or {})  # held: the id() of one that is gone may be another tensor's
         self._buffers: dict[Tensor, list[int]] = {}
 
@@ -133,6 +141,32 @@ class Homes:
         if stages is None:
             return self._device == 0 or not (isinstance(tensor, nn.Parameter) or tensor.is_meta)
         return any(self._device in self._cycles[stage] for stage in stages)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around what the stages of this device do: functions among the layers, and losses, change no weight and
+        no buffer of others."""
+        if self._watched is None:
+            self._watched = [*self._of_others()]
+        before = [(held := owner.get(key), 0 if held is None else held._version) for _, owner, key in self._watched]
+        yield
+        for (name, owner, key), (tensor, version) in zip(self._watched, before, strict=True):
+            now = owner.get(key)
+            if now is not tensor or (now is not None and now._version != version):
+                raise TENSORS_ELSEWHERE.refusal(
+                    f"a function among the layers, or the loss, changes {name}, which no layer of its stage has, so "
+                    "other ranks and checkpoints keep its old value"
+                )
+
+    def _of_others(self) -> Iterator[tuple[str, Mapping[str, Tensor | None], str]]:
+        self.find_buffers()
+        for prefix, part in self._module.named_modules() if self._module is not None and len(self._cycles) > 1 else ():
+            for owner in (part._parameters, part._buffers):
+                for key, tensor in owner.items():
+                    stages = [] if tensor is None else self._stages(tensor) or []
+                    mine = any(self._device in self._cycles[stage] for stage in stages)
+                    if tensor is not None and not mine and not tensor.is_inference():
+                        yield f"{prefix}.{key}".removeprefix("."), owner, key
 
     def home(self, tensor: Tensor) -> int:
         """The device that answers for it, if several hold it."""

@@ -7,7 +7,8 @@ tensor, the base, and the others are made from it again as its views:
     (h[:, :4], h[:, 2:])      h is handed on, though it is not in the tree
     the same without grad     the stretch of memory in which they are
 
-Their gradients meet at the base, in autograd's order.
+Each of them has a gradient of its own, which goes where it goes in plain training. Where a layer changes one in place
+they can't: then their gradients meet at the base.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from gapless.guards.passed_tensors import SHARED_MEMORY
 
 NodeOutput = tuple[Any, int]  # a node, and which of its outputs
+NOWHERE = -1  # the place of a tensor that only views are made of
 
 
 class View(NamedTuple):
@@ -55,6 +57,43 @@ def _outer_first(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=steps.__getitem__, reverse=True)
 
 
+class OwnGradient(torch.autograd.Function):
+    """A view whose gradient goes to a leaf of its own instead of its base. Torch refuses to change it in place, and to
+    use it once its base was changed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return view
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None, grad
+
+
+OWN_CHANGED = "This view was created inside a custom Function"  # what torch then says
+
+
+def places_of(views: Sequence[tuple[int, View]]) -> list[int]:
+    """In a tree, of those that are there."""
+    return sorted(place for place, _ in views if place != NOWHERE)
+
+
+def made_with_views(
+    tensors: Sequence[Tensor], views: Sequence[tuple[int, View]], own: Sequence[Tensor]
+) -> list[Tensor]:
+    """The tensors and the views that are made from them; `own` are the leaves of those at `places_of` them."""
+    made = [*tensors]
+    for _, view in views:
+        made.append(view.of(made[view.number]))
+    leaf_at = dict(zip(places_of(views), own, strict=True)) if own else {}
+    for number, (place, _) in enumerate(views, len(tensors)):
+        if place in leaf_at and made[number].requires_grad:
+            made[number] = OwnGradient.apply(made[number], leaf_at[place])  # type: ignore[no-untyped-call]
+    return made
+
+
 class WithoutViews(NamedTuple):
     """Tensors that share no memory, the views that are made from them, one after the other, and which of all these each
     of the tensors is.
@@ -69,7 +108,7 @@ def with_views(tensors: Sequence[Tensor]) -> WithoutViews:
     """Take those apart from the others that share memory with them."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(_memory(tensor), []).append(tensor)
+        groups.setdefault(memory_of(tensor), []).append(tensor)
     if len(groups) == len(tensors):
         return WithoutViews(list(tensors), [], list(range(len(tensors))))
     bases: list[Tensor] = []
@@ -104,15 +143,21 @@ def _made_from(base: Tensor, members: list[Tensor]) -> list[tuple[Tensor, Tensor
             for node, edge in _way(start, ends):
                 parent, number = ends.get(edge, base), node._sequence_nr()
             made.append((number, view, parent))
-    return [(view, parent) for _, view, parent in sorted(made, key=itemgetter(0))]
+    made.sort(key=itemgetter(0))
+    ordered, there = list[tuple[Tensor, Tensor]](), {id(base)}
+    while made:  # a change in place makes the node of a view anew: it may be younger than those of views of it
+        _, view, parent = made.pop(next(n for n, (_, _, parent) in enumerate(made) if id(parent) in there))
+        ordered.append((view, parent))
+        there.add(id(view))
+    return ordered
 
 
 def _way(node: Any, ends: Collection[NodeOutput]) -> Iterator[tuple[Any, NodeOutput]]:
     """The nodes from there on, each with where it hands its gradient, up to the first of these ends. Of several views,
     autograd runs the node with the highest number first.
     """
-    while node is not None and len(node.next_functions) == 1:
-        (edge,) = node.next_functions
+    while node is not None and (len(node.next_functions) == 1 or isinstance(node, OwnGradient._backward_cls)):
+        edge = node.next_functions[0]
         yield node, edge
         node = None if edge in ends else edge[0]
 
@@ -124,7 +169,8 @@ def has_history(tensor: Tensor) -> bool:
     return tensor.requires_grad and (tensor.grad_fn is not None or not tensor._is_view())
 
 
-def _memory(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
+    """By which those that share it are known."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor), None  # nothing is known of it, or nothing is there
     return tensor.untyped_storage()._cdata

@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import CUT_BATCHES
 
-from .aliases import View, with_views
+from .aliases import NOWHERE, View, made_with_views, places_of, with_views
 
-_NOWHERE = -1  # the place of a tensor that only views are made of
 _CONSTANTS = frozenset((bool, int, float, str))
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
@@ -69,9 +68,9 @@ def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shap
     bases, views, found = with_views(tensors)
     if not views:
         return tensors, shape
-    places, again = [_NOWHERE] * (len(bases) + len(views)), []
+    places, again = [NOWHERE] * (len(bases) + len(views)), []
     for number, place in (*enumerate(shape.tensors), *((number, place) for place, number in shape.again)):
-        if places[found[number]] == _NOWHERE:
+        if places[found[number]] == NOWHERE:
             places[found[number]] = place
         else:
             again.append((place, found[number]))
@@ -80,19 +79,27 @@ def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shap
     return bases, Shape(shape.spec, shape.leaves, places[:count], again, views_at)
 
 
-def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
-    """The tree of that shape with these tensors (or anything else) in the places of its own."""
+def views_in(tree: Any, shape: Shape | None) -> list[Tensor]:
+    """The tensors of a tree that are views in its shape, in the order of their places."""
+    if shape is None or not shape.views:
+        return []
+    leaves = pytree.tree_leaves(tree)
+    return [leaves[place] for place in places_of(shape.views)]
+
+
+def unflatten(tensors: Sequence[Any], shape: Shape | None, own: Sequence[Tensor] = ()) -> Any:
+    """The tree of that shape with these tensors (or anything else) in the places of its own. `own` are the leaves to
+    which the gradients of `views_in` it go, if not to these tensors.
+    """
     if shape is None:
         return tensors[0]
     leaves = [*shape.leaves, None]
-    made = [*tensors]
-    for _, view in shape.views:
-        made.append(view.of(made[view.number]))
+    made = made_with_views(tensors, shape.views, own) if shape.views else tensors
     for place, tensor in zip((*shape.tensors, *(place for place, _ in shape.views)), made, strict=True):
         leaves[place] = tensor
     for place, number in shape.again:
         leaves[place] = made[number]
-    return pytree.tree_unflatten(leaves[:_NOWHERE], shape.spec)
+    return pytree.tree_unflatten(leaves[:NOWHERE], shape.spec)
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:

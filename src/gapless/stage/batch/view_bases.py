@@ -63,7 +63,9 @@ class Base(NamedTuple):
 class Viewed:
     """The inputs of a run that were views where they were made, as its layers get them."""
 
-    def __init__(self, tensors: Sequence[Tensor], numbers: Iterable[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], numbers: Iterable[int], views: Iterable[Tensor] = ()) -> None:
+        """`views` are views of these."""
+        self._views = [(view, view._version, view.grad_fn) for view in views]
         self._of: dict[int, tuple[int, Tensor, Any, Any]] = {}
         for number in numbers:
             tensor = tensors[number]
@@ -79,9 +81,11 @@ class Viewed:
     def changed(self, edges: Sequence[GradientEdge | None] | None, stage: int) -> set[int]:
         """Those that were changed in place, after a run that has ended here."""
         found = [(number, before) for number, base, node, before in self._of.values() if base.grad_fn is not node]
-        if found and edges is not None:
+        used = [before for _, before in found]
+        used += [node for view, version, node in self._views if node is not None and view._version != version]
+        if used and edges is not None:
             reached = nodes_of(edges)
-            for _, before in found:
+            for before in used:
                 if before in reached:
                     raise CHANGED_VIEWS.refusal(
                         f"a layer of stage {stage} uses its input and changes it in place afterwards; it comes from "
@@ -113,6 +117,21 @@ def base_of(tensor: Tensor, viewed: Viewed) -> tuple[bool, Base | None]:
     edge = get_gradient_edge(base)
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
     return True, Base(edge, base.shape, base.stride(), tensor.shape, tensor.stride(), offset, source)
+
+
+def late_views(tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None], start: int) -> list[set[int]]:
+    """Those of one base, where the node of a view among them was not there before there were `start` nodes: its base
+    was changed in place, and the first use since then, which is in another stage, would have made it.
+    """
+    together: dict[int, set[int]] = {}
+    late = set()
+    for number, (tensor, edge) in enumerate(zip(tensors, edges, strict=True)):
+        if edge is not None:
+            base = id(tensor._base if tensor._is_view() else tensor)
+            together.setdefault(base, set()).add(number)
+            if tensor._is_view() and edge.node._sequence_nr() >= start:
+                late.add(base)
+    return [together[base] for base in late]
 
 
 def nodes_of(edges: Iterable[GradientEdge | None]) -> set[Any]:

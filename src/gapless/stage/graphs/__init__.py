@@ -3,6 +3,7 @@
 graphed            a stage whose actions are graphs; `replay`: one of them
 graph_memory       what graphs read and write
 cast_places        casts of weights, once per step
+low_grads          and their gradients, before they are cast back
 graph_sharing      microbatches that share graphs
 graph_assumptions  what graphs take for granted, and so the reasons to refuse one
 code_run           the Python code that a graph stands for

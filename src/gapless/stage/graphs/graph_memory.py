@@ -1,7 +1,8 @@
 """Tensors at the fixed places that CUDA graphs read and write: what goes in, what comes out, what goes to `.grad`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gapless.stage.random.draws import UncapturableError
 from .replay import Replay, borrowed
 
 Grads = list[Tensor | None]
+_BATCH = 1 << 26  # bytes
 
 
 class FixedTree:
@@ -73,6 +75,10 @@ class GraphedHalf:
         self._for_bases = [each is not None and each.requires_grad for each in found]
         self.added = [(parameter, _place(each)) for parameter, each in added]
 
+    def added_in_full(self) -> list[Tensor]:
+        """What the last replay has left for parameters, in their precision."""
+        return [each.to(parameter.dtype) for parameter, each in self.added]
+
     def takes(self, grads: Grads) -> bool:
         """Whether these are made like those that it was captured with; if so they are there now."""
         if self._given != [_made_alike(each) for each in grads]:
@@ -100,13 +106,31 @@ def add_grads(added: Sequence[tuple[Parameter, Tensor]]) -> None:
     """Adds these to the parameters' `.grad`, whether those were set to None or not."""
     fresh = [(parameter, each) for parameter, each in added if parameter.grad is None]
     more = [(parameter.grad, each) for parameter, each in added if parameter.grad is not None]
-    if more:
-        torch._foreach_add_([grad for grad, _ in more], [each for _, each in more])
+    if full := [(grad, each) for grad, each in more if each.dtype == grad.dtype]:
+        torch._foreach_add_([grad for grad, _ in full], [each for _, each in full])
+    for some in _in_batches([(grad, each) for grad, each in more if each.dtype != grad.dtype]):
+        cast = [torch.empty_like(grad) for grad, _ in some]
+        _copy(cast, [each for _, each in some])
+        torch._foreach_add_([grad for grad, _ in some], cast)
     if fresh:
         made = [torch.empty_like(parameter) for parameter, _ in fresh]
         _copy(made, [each for _, each in fresh])
         for (parameter, _), grad in zip(fresh, made, strict=True):
             parameter.grad = grad
+
+
+def _in_batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """As many at once as keep a GPU busy; the memory of their casts is taken once."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for grad, each in pairs:
+        batch.append((grad, each))
+        size += grad.nbytes
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class GraphedMicrobatch:
@@ -144,15 +168,20 @@ class GraphedMicrobatch:
 
 
 @contextmanager
-def grads_aside(parameters: Sequence[Parameter]) -> Iterator[list[tuple[Parameter, Tensor]]]:
-    """While it holds, no parameter has a gradient; what was added meanwhile is what it yields, filled when it ends."""
+def grads_aside(
+    parameters: Sequence[Parameter], low: Mapping[Parameter, Tensor] = MappingProxyType({})
+) -> Iterator[list[tuple[Parameter, Tensor]]]:
+    """While it holds, no parameter has a gradient; what was added meanwhile is what it yields, filled when it ends.
+    What is in `low` by then was to be added, too.
+    """
     before = [each.grad for each in parameters]
     for each in parameters:
         each.grad = None
     added: list[tuple[Parameter, Tensor]] = []
     try:
         yield added
-        added += [(each, each.grad) for each in parameters if each.grad is not None]
+        found = ((each, low.get(each, each.grad)) for each in parameters)
+        added += [(each, grad) for each, grad in found if grad is not None]
     finally:
         for each, grad in zip(parameters, before, strict=True):
             each.grad = grad

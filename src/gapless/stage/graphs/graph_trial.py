@@ -55,7 +55,7 @@ class Trial:
         with grads_aside(parameters) as added:
             eager: Grads = self.timed(eagerly, graphed=False)
         self.timed(lambda: graphed.replay.run(seed), graphed=True)
-        self.compare([eager, [each for _, each in added]], [graphed.found(), [each for _, each in graphed.added]])
+        self.compare([eager, [each for _, each in added]], [graphed.found(), graphed.added_in_full()])
         return eager, added
 
     def compare(self, one: Any, other: Any) -> None:

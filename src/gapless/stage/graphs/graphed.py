@@ -31,6 +31,7 @@ from .graph_assumptions import why_no_call, why_not, why_too_large
 from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .graph_sharing import Flight, ForwardCall, Likenesses
 from .graph_trial import Trial
+from .low_grads import LowGrads
 from .replay import Pools, Replay, T, captured
 
 Graphs = Literal["auto"] | bool
@@ -139,8 +140,7 @@ class GraphedStage(Stage):
         try:
             slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
             fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
-            versions = slot.inputs.versions + slot.target.versions
-            draws = self._calls.draws.on_gpu
+            versions, draws = slot.inputs.versions + slot.target.versions, self._calls.draws.on_gpu
             slot.forward, handed = self._captured(lambda: self._eagerly(microbatch, fixed), number, draws)
             slot.handed = LeftTree(handed)
             if versions != slot.inputs.versions + slot.target.versions:
@@ -193,14 +193,13 @@ class GraphedStage(Stage):
         if half is None:
             self._run_again(name, microbatch, flight, grads)
             return None
-        added = half.added
         self.likenesses.casts.fill()  # a recompute may have made more of them
         if flight.trial is not None:
             eagerly = partial(self._backward, name, flight.shadow, grads)
             found, added = flight.trial.half(eagerly, half, self._seed(flight), self.parameters())
         else:
             half.replay.run(self._seed(flight))
-            found = half.found()
+            found, added = half.found(), half.added
         if then is not None:
             then(found)
         add_grads(added)
@@ -210,15 +209,16 @@ class GraphedStage(Stage):
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
-        number = self._flights[microbatch].number if name == "I" else _SHARED
-        drawing = self._calls.draws.on_gpu if self.remat == "layer" and name != "W" else ()
+        pool = self._flights[microbatch].number if name == "I" else _SHARED
+        draws = self._calls.draws.on_gpu if self.remat == "layer" and name != "W" else ()
         try:
-            fixed = fixed_grads(grads)
-            with grads_aside(self.parameters()) as added:
-                replay, found = self._captured(lambda: self._backward(name, microbatch, fixed), number, drawing)
+            edges = (edge for cell in self._cells for edge in cell.edges(microbatch))
+            fixed, low = fixed_grads(grads), LowGrads(edges, self._work[microbatch].records)
+            with grads_aside(self.parameters(), low) as added:
+                replay, found = self._captured(lambda: low.joined(self._backward(name, microbatch, fixed)), pool, draws)
             slot.halves[name] = GraphedHalf(replay, fixed, found, added)
         except Exception as error:
-            self._failed(error, number)
+            self._failed(error, pool)
         return slot.halves.get(name)
 
     def _backward(self, name: str, microbatch: int, grads: Grads) -> Grads:

@@ -4,12 +4,13 @@ tell of them.
 A cell is told which of its parameters are shared. Of others it learns from its graphs: `_look` walks one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gapless.guards.weights_and_gradients import SECOND_USES
 from gapless.stage.autocast import casts_are_kept
 from gapless.stage.calls import Calls
 from gapless.stage.cell_inputs import Intake
@@ -32,7 +33,8 @@ class CellTies:
         self._intake = Intake()
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
-        self._step, self._walked = -1, False  # whether a graph of this step was walked
+        self._step = -1
+        self._walked: set[bool] = set()  # graphs of this step: of forwards whose gradients wait, and of others
         self._cast_anew: tuple[Tie, ...] = ()  # in this step
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
         self._sole: set[int] = set()  # those that one compiled region uses and nobody else, in the graph last walked
@@ -94,6 +96,22 @@ class CellTies:
         for each in self._ties:
             each.passed(self._place, work.microbatch)
 
+    def _waiting(self, work: Work) -> list[tuple[Tensor, Tensor | None, int]]:
+        """The parameters that get nothing in the first half of a backward, and what they have."""
+        if not work.defer or not self._calls.is_open:  # torch's own modules do the same every time
+            return []
+        left = {id(each.parameter) for each in self._ties} | self._sole
+        found = [(each, each.grad) for key, (each, _) in work.deferred.items() if key not in left]
+        return [(each, grad, 0 if grad is None else grad._version) for each, grad in found]
+
+    def _check_waiting(self, waiting: Iterable[tuple[Tensor, Tensor | None, int]]) -> None:
+        for each, grad, version in waiting:
+            if each.grad is not grad or (grad is not None and grad._version != version):
+                raise SECOND_USES.refusal(
+                    f"a layer of stage {self._place[0]} uses a weight of shape {tuple(each.shape)}, whose gradient "
+                    "waits, in a second way that torch's functions don't tell of, and in some microbatches only"
+                )
+
     def _look(self, kept: Kept) -> None:
         """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
         now too, and one of another place.
@@ -109,7 +127,7 @@ class CellTies:
             used = [each for each in found.parameters if id(each) not in own]
             used += [each for key, (each, _) in deferred.items() if key not in own]
             for each in used:
-                self._stray(self._place, each, self._walked and casts_are_kept())
+                self._stray(self._place, each, bool(self._walked) and casts_are_kept())
                 own[id(each)] = each
             late = [tie for tie in self._ties if any(tie.parameter is each for each in used)]
             low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()

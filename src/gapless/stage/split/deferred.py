@@ -42,6 +42,8 @@ class Records(list[Any]):
 
     # Parameters, by id, that nothing but one compiled region uses; with those whose gradients have waited before.
     sole: Mapping[int, set[int]] = MappingProxyType({})
+    # Where gradients are left that are not cast to the precision of their parameters yet; else they are, and added.
+    low: dict[Parameter, Tensor] | None = None
 
     @property
     def run_code_of_users(self) -> bool:
@@ -65,7 +67,7 @@ class Records(list[Any]):
                 self.reverse()
                 while self:
                     parameter, function, kept, grad, _ = self.pop()
-                    add_grad(parameter, function(kept, grad), shared=function in _SHARED)
+                    self._add(parameter, function(kept, grad), shared=function in _SHARED)
         finally:
             _set_grad_enabled(graded)
 
@@ -86,7 +88,7 @@ class Records(list[Any]):
             key = id(parameter)
             more = left[key] = left[key] - 1
             if more == 0 and key not in sums:
-                add_grad(parameter, value, shared=function in _SHARED)
+                self._add(parameter, value, shared=function in _SHARED)
                 continue
             total = sums.setdefault(key, _Sum())
             if summed_low:
@@ -94,6 +96,13 @@ class Records(list[Any]):
             total.add(value, parameter, summed_low, last=not left_low.get(key))
             if more == 0:
                 add_grad(parameter, sums.pop(key).value())
+
+    def _add(self, parameter: Parameter, grad: Tensor, *, shared: bool) -> None:
+        low = self.low
+        if low is None or grad.dtype == parameter.dtype or parameter in low or shared or not may_be_low(parameter):
+            add_grad(parameter, grad, shared=shared)
+        else:
+            low[parameter] = grad
 
 
 class _Sum:
@@ -130,6 +139,11 @@ def in_grad_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
     """
     dtype = getattr(parameter, "grad_dtype", parameter.dtype)
     return grad if dtype is None or grad.dtype == dtype else grad.to(dtype)
+
+
+def may_be_low(parameter: Tensor) -> bool:
+    """Whether a gradient of lower precision is cast to that of the parameter in the end."""
+    return bool(getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype)
 
 
 def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:

@@ -19,18 +19,20 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Speed:
-    """How fast the last steps were. The first one is left out as soon as there are others: it is not warm.
+    """How fast the last steps were. The first one of this process is left out as soon as there are others: it is cold.
 
     A thread that draws may ask at any time, so there is always a step, and what is gone through is a copy.
     """
 
     def __init__(self) -> None:
         self._recent = deque[Step](maxlen=_RECENT)
+        self._is_cold = False  # the first is all there is
 
     def add(self, step: Step) -> None:
         self._recent.append(step)
-        if step.number == 2 and self._recent[0].number == 1:
+        if self._is_cold:
             self._recent.popleft()
+        self._is_cold = not self._is_cold and len(self._recent) == 1
 
     @property
     def seconds(self) -> float:

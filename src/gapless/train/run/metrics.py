@@ -53,17 +53,27 @@ class RunPart:
     def steps(self) -> list[dict[str, Any]]:
         return [line for line in self.lines if "loss" in line]
 
+    @property
+    def warm_steps(self) -> list[dict[str, Any]]:
+        """Without the first of each process, if there are others."""
+        found, is_cold = [], True
+        for line in self.lines:
+            if "loss" in line and not is_cold:
+                found.append(line)
+            is_cold = "started" in line or (is_cold and "loss" not in line)
+        return found or self.steps
+
 
 def parts_of(lines: Iterable[dict[str, Any]]) -> list[RunPart]:
     """One, unless the run was resumed on something else."""
     found = [RunPart(0, {}, [])]
     for line in lines:
         where = line.get("started")
-        if where is None:
-            found[-1].lines.append(line)
-        elif not found[-1].steps:
+        if where is not None and not found[-1].steps:
             found[-1] = RunPart(line["step"], where, found[-1].lines)
-        elif where != found[-1].where:
+        elif where is None or where == found[-1].where:
+            found[-1].lines.append(line)
+        else:
             found.append(RunPart(line["step"], where, []))
     return found if len(found) == 1 or found[-1].steps else found[:-1]
 

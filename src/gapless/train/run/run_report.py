@@ -79,12 +79,12 @@ def _card(part: RunPart, before: RunPart | None) -> tuple[str, list[tuple[str, s
         changed = [name for name in where if where[name] != before.where.get(name)]
         shown = [f"{name} ({before.where.get(name, 'not recorded')} before)" for name in changed]
         rows.append(("changed", ", ".join(shown)))
-    return title, rows + _figures(steps) + _memory([line for line in steps if "bubble" in line])
+    return title, rows + _figures(part) + _memory([line for line in steps if "bubble" in line])
 
 
-def _figures(steps: Sequence[Line]) -> list[tuple[str, str]]:
-    """What may only be averaged over one part of a run; its first step is cold."""
-    found, timed = [], steps[1:] or steps
+def _figures(part: RunPart) -> list[tuple[str, str]]:
+    """What may only be averaged over one part of a run."""
+    found, steps, timed = [], part.steps, part.warm_steps
     if timed:
         seconds = sum(line["seconds"] for line in timed)
         word = "tokens" if all("tokens" in line for line in timed) else "samples"
@@ -101,7 +101,7 @@ def _tiles(steps: Sequence[Line], lines: Sequence[Line], parts: Sequence[RunPart
     found = [("steps", f"{steps[-1]['step']:,}" if steps else "0")]
     if steps:
         found.append(("last loss", f"{float(steps[-1]['loss']):.4g}"))
-    found += _figures(steps) if len(parts) == 1 else [("parts, a card each below", f"{len(parts)}")]
+    found += _figures(parts[0]) if len(parts) == 1 else [("parts, a card each below", f"{len(parts)}")]
     evaluations = [float(line["evaluation"]) for line in lines if "evaluation" in line]
     if evaluations:
         found.append(("best evaluation", f"{min(evaluations):.4g}"))

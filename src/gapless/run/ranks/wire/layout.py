@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.batch.aliases import View
+from gapless.stage.batch.aliases import View, memory_of
 from gapless.stage.batch.view_bases import mark_view, was_view
 
 ALIGNMENT = 64
@@ -141,10 +141,10 @@ def check(tree: Any) -> None:
 
 
 def _is_flat(tree: Any) -> bool:
-    """Gradients: a list of tensors, some of which may be missing, and none is there twice."""
+    """Gradients: a list of tensors, some of which may be missing, and none shares memory with another."""
     if type(tree) is not list or not all(item is None or type(item) is Tensor for item in tree):
         return False
-    there = [id(item) for item in tree if item is not None]
+    there = [memory_of(item) for item in tree if item is not None]
     return len(there) == len(set(there))
 
 

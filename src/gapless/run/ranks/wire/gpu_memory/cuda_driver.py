@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gapless.errors import TransportError
+from gapless.run.held_memory import messages
 
 _ADDRESS, _STREAM, _SIZE = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
 _HANDLE_SIZE = 64
@@ -63,6 +64,7 @@ class Driver:
         self._copy, self._write = library.cuMemcpyDtoDAsync_v2, library.cuStreamWriteValue64_v2
         self._wait = library.cuStreamWaitValue64_v2
         self._threads = threading.local()
+        self._sizes: dict[int, int] = {}  # of what was allocated, by address
         torch.cuda.synchronize(gpu)  # there is a context
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._check(library.cuDeviceGet(device, gpu.index or 0))
@@ -83,10 +85,13 @@ class Driver:
         """Memory that is not torch's, so that it can be opened elsewhere."""
         found = _ADDRESS()
         self._check(self._library.cuMemAlloc_v2(found, size))
+        messages[str(self.gpu)] += size
+        self._sizes[found.value] = size
         return found.value
 
     def free(self, address: int) -> None:
         self._check(self._library.cuMemFree_v2(address))
+        messages[str(self.gpu)] -= self._sizes.pop(address)
 
     def export(self, address: int) -> bytes:
         """By which another process opens the memory."""
