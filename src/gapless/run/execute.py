@@ -1,5 +1,7 @@
 """Runs a program: every device goes through its calls, and the first failure stops all of them."""
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 
 from gapless.errors import note_place
@@ -10,6 +12,7 @@ from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.timeline import Timeline
+from gapless.stage.stage import Stage
 
 
 def execute(program: Program, team: Team) -> None:
@@ -71,29 +74,39 @@ def execute(program: Program, team: Team) -> None:
 
 
 def _weighed(program: Program, device: int) -> list[Call]:
-    """The calls of a device; in the second step of its stages each notes by how much it changes what is allocated, if
-    no other device of this process does so on the same GPU.
-    """
+    """The calls of a device; on a GPU that no other device of this process uses, the second step is `weighed`."""
     calls, gpu = program.calls[device], program.lanes[device].device
     if program.inference or gpu.type != "cuda" or [program.lanes[each].device for each in program.here].count(gpu) > 1:
         return calls
-    row = program.schedule.rows[device]
-    stages = {action.stage: program.stages[action.stage] for action in row}
-    is_second = all(stage.changes == {} for stage in stages.values())
-    for stage in stages.values():
-        stage.changes = stage.changes or {}
+    return weighed(calls, program.schedule.rows[device], program.stages, lambda: torch.cuda.memory_allocated(gpu))
 
-    def weighed(call: Call, action: Action) -> Call:
-        changes = (stages[action.stage].changes or {}).setdefault(action.kind.value, [])
 
+def weighed(
+    calls: list[Call], row: Sequence[Action], stages: Mapping[int, Stage], allocated: Callable[[], int]
+) -> list[Call]:
+    """The calls of a row of actions; in the second step of their stages each notes in `Stage.changes` by how much it
+    changes what is allocated.
+    """
+    known = {action.stage: stages[action.stage].changes for action in row}
+    if any(changes is None for changes in known.values()):
+        for stage, changes in known.items():
+            stages[stage].changes = {} if changes is None else changes
+        return calls
+
+    def noted(call: Call, into: list[int]) -> Call:
         def run() -> None:
-            before = torch.cuda.memory_allocated(gpu)
+            before = allocated()
             call()
-            changes.append(torch.cuda.memory_allocated(gpu) - before)
+            into.append(allocated() - before)
 
         return run
 
-    return [weighed(call, action) for call, action in zip(calls, row, strict=True)] if is_second else calls
+    found, is_second = [], not any(known.values())
+    for call, action in zip(calls, row, strict=True):
+        changes = known[action.stage]
+        assert changes is not None
+        found.append(noted(call, changes.setdefault(action.kind.value, [])) if is_second else call)
+    return found
 
 
 def _named(call: Call, name: str) -> Call:

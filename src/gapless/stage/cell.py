@@ -76,7 +76,8 @@ class Cell(CellTies):
         ):
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = ([inputs], None) if is_lone else mb.flatten(inputs, views=self._shares)
-        kept = Kept.of([*tensors, *mb.views_in(inputs, shape)], shape, together=self._intake.together)
+        leaves = tensors if shape is None else [*tensors, *mb.views_in(inputs, shape)]
+        kept = Kept.of(leaves, shape, together=self._intake.together)
         handed = self._build(work, kept)
         if then is not None:
             then(handed)
@@ -196,8 +197,7 @@ class Cell(CellTies):
                 tensors = intake.given(leaves, kept.views, cast=cast) if copies or cast else leaves
                 value, self._viewed = kept.value(tensors), NO_VIEWS
                 if kept.views or kept.together:
-                    views = mb.views_in(value, kept.shape) if kept.together else ()
-                    self._viewed = Viewed(tensors, kept.views, views)
+                    self._viewed = Viewed(tensors, kept.views, mb.views_in(value, kept.shape) if kept.together else ())
                 versions, taken = [*map(VERSION, tensors)], [*map(VERSION, leaves)]
                 numbers = None if intake.tried else [leaf.detach().clone() for leaf in leaves]
                 if not quiet:
