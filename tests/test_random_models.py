@@ -253,12 +253,14 @@ SHARED_CASTS = [334546177, 735992839]
 CHANGES = [26750425, 128258200, 334546193, 349976769, 763822465, 880076945, 901515591]
 
 # Views of one tensor, of which none is made from another.
-VIEWS = [91156]
+VIEWS = [91156, 2700096]
 # A recompute of a forward that had to start again, of a batch norm in a list.
-RESTARTS = [29709848]
+RESTARTS = [29709848, 2800447]
+# A layer whose input needs a gradient in some microbatches only, laid out in another way than the input.
+LAYOUTS = [2800202]
 
 
-@pytest.mark.parametrize("seed", [*CASTS, *SHARED_CASTS, *CHANGES, *VIEWS, *RESTARTS])
+@pytest.mark.parametrize("seed", [*CASTS, *SHARED_CASTS, *CHANGES, *VIEWS, *RESTARTS, *LAYOUTS])
 def test_models_with_habits_that_once_differed(seed: int) -> None:
     assert_exact([seed])
 

@@ -155,7 +155,6 @@ class Cell(CellTies):
         layout = kept.layout(starts, work.target if self._with_loss else None)
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
-        # A graph of another kind may have as many nodes.
         waiting = () if kept.looked_at else self._waiting(work)
         try:
             if kept.after and self._calls.mode.checkpoints:  # these run layers again
@@ -208,11 +207,12 @@ class Cell(CellTies):
                     if quiet:
                         undo.entered()
                     quiet = False
-                    if OWN_CHANGED in str(error) and not kept.together:
-                        undo.start_again(Restart("a layer changes its input in place"), self._place[0], guarded=True)
-                        kept.together = intake.together = True
-                    else:
-                        undo.start_again(error, self._place[0], guarded=intake.guarded)
+                    own = OWN_CHANGED in str(error) and not kept.together
+                    again = Restart("a layer changes its input in place") if own else error
+                    undo.start_again(again, self._place[0], guarded=own or intake.guarded)
+                    kept.together, intake.together = kept.together or own, intake.together or own
+                    if versions != [*map(VERSION, tensors)]:
+                        intake.learn(True, seen=copies or not cast)
                     intake.put_back(leaves, taken, numbers)
                     intake.guarded |= not isinstance(error, Restart)
                 else:

@@ -209,7 +209,7 @@ class Kept:
         for each in known:
             if each.layout is not torch.strided or each.is_nested:
                 return None
-            found += each.shape, each.stride()
+            found += each.shape, each.stride(), each.requires_grad
         return tuple(found)
 
     def seeds(

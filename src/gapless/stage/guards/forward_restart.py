@@ -82,7 +82,7 @@ class Undo:
             why = Restart("a layer changes its input in place")
         self.quiet_until = 0
         story = f"{why} for the first time, so stage {stage} had to run this forward again, and"
-        counted = self._statistics.moved  # these count a forward once, however often it runs
+        counted = self._statistics.moved_once
         if why.misdrawn and self._statistics.has_counted:
             self._miscounted = story
         self._counted = [each for each in self._notes if id(each.holder) in counted]

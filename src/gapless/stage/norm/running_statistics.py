@@ -143,6 +143,11 @@ class Statistics:
         return True
 
     @property
+    def moved_once(self) -> set[int]:
+        """What counts this forward once, however often it runs: `is_put_back` moves in every run for remat."""
+        return set() if self._replaying else self.moved
+
+    @property
     def counters(self) -> list[tuple[nn.Module, str]]:
         """Those that calls were seen to raise, and perhaps more, by the modules that have them."""
         return [(module, _COUNTER) for module in self._counting]

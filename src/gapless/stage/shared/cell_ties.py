@@ -97,7 +97,9 @@ class CellTies:
             each.passed(self._place, work.microbatch)
 
     def _waiting(self, work: Work) -> list[tuple[Tensor, Tensor | None, int]]:
-        """The parameters that get nothing in the first half of a backward, and what they have."""
+        """The parameters that get nothing in the first half of a backward, and what they have. A graph of another kind
+        than those that were walked may have as many nodes.
+        """
         if not work.defer or not self._calls.is_open:  # torch's own modules do the same every time
             return []
         left = {id(each.parameter) for each in self._ties} | self._sole
