@@ -208,8 +208,7 @@ class Cell(CellTies):
                         undo.entered()
                     quiet = False
                     own = OWN_CHANGED in str(error) and not kept.together
-                    again = Restart("a layer changes its input in place") if own else error
-                    undo.start_again(again, self._place[0], guarded=own or intake.guarded)
+                    undo.start_again(error, self._place[0], guarded=intake.guarded and not own)
                     kept.together, intake.together = kept.together or own, intake.together or own
                     if versions != [*map(VERSION, tensors)]:
                         intake.learn(True, seen=copies or not cast)

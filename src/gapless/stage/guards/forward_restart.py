@@ -19,6 +19,7 @@ from torch import nn
 from gapless.guards.held_state import RECOMPUTED_STATE, RESTARTED_FORWARDS
 from gapless.guards.process_wide import UNSEEN_DRAWS
 from gapless.guards.weights_and_gradients import WEIGHTS_ELSEWHERE
+from gapless.stage.batch.aliases import OWN_CHANGED
 from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.saved_activations import Kept
 from gapless.stage.split.call_mode import Restart
@@ -77,7 +78,7 @@ class Undo:
                     f"a layer or the loss of stage {stage} uses the weights of a stage in another process, and their "
                     "values are not here"
                 ) from why
-            if guarded or IN_PLACE_ON_LEAF not in str(why):
+            if guarded or not any(each in str(why) for each in (IN_PLACE_ON_LEAF, OWN_CHANGED)):
                 raise why
             why = Restart("a layer changes its input in place")
         self.quiet_until = 0
