@@ -36,6 +36,8 @@ def test_weights_gradients_and_optimizer_add_up(schedule: str) -> None:
     assert sum(each.gradients for each in found.stages) == bytes_of(parameters)
     assert sum(each.optimizer for each in found.stages) == bytes_of([each for one in states for each in one.values()])
     assert not found.gpus
+    assert {(each.activations, each.deferred) for each in found.stages} == {(None, None)}  # nobody measures them here
+    assert repr(found).splitlines()[1].split().count("-") == 2
     headings = "stage device weights gradients optimizer copies activations deferred casts graphs"
     assert repr(found).splitlines()[0].split() == headings.split()
 

@@ -28,7 +28,8 @@ class StageMemory:
     gradients    in `.grad`
     optimizer    state of the optimizer for these parameters, on the same device
     copies       of both, while a step of `Pipeline.training` is under way
-    activations  kept from forwards to backwards when its GPU holds most of them, as measured in the second step
+    activations  kept from forwards to backwards when its GPU holds most of them, as measured in the second step; None:
+                 not measured, as on a CPU, or where several devices of a process share the GPU
     deferred     kept for weight gradients (`W`) at that moment
     casts        of the weights, for CUDA graphs under autocast
     graphs       what CUDA graphs have reserved, activations among it
@@ -40,8 +41,8 @@ class StageMemory:
     gradients: int
     optimizer: int
     copies: int
-    activations: int
-    deferred: int
+    activations: int | None
+    deferred: int | None
     casts: int
     graphs: int
 
@@ -58,7 +59,10 @@ class HeldMemory:
 
     def __repr__(self) -> str:
         headings = [field.name for field in dataclasses.fields(StageMemory)]
-        rows = [[str(row[0]), row[1], *map(show_bytes, row[2:])] for row in map(dataclasses.astuple, self.stages)]
+        rows = [
+            [str(row[0]), row[1], *("-" if each is None else show_bytes(each) for each in row[2:])]
+            for row in map(dataclasses.astuple, self.stages)
+        ]
         lines = ["".join(f"{cell:>12}" for cell in row).rstrip() for row in (headings, *rows)]
         for gpu, (now, peak) in self.gpus.items():
             beside = f", and {show_bytes(self.messages[gpu])} for messages" if self.messages[gpu] else ""
@@ -89,8 +93,8 @@ def held_memory(
                 _bytes(each.grad for each in parameters if each.grad is not None),
                 _bytes(each for each in states if isinstance(each, Tensor) and each.device == device),
                 sum(copies.get(each, 0) for each in parameters),
-                kept[number, False],
-                kept[number, True],
+                kept[number, False] if stage.changes else None,
+                kept[number, True] if stage.changes else None,
                 0 if graphed is None else _bytes(graphed.likenesses.casts.places()),
                 0 if graphed is None else graphed.reserved(),
             )
