@@ -110,7 +110,8 @@ def test_activations_on_a_gpu_are_what_layers_keep() -> None:
             pipe.step(x, x)
         (stage,) = pipe.memory().stages
     one = rows // count * wide * 4
-    assert stage.activations == pytest.approx(count * 4 * one, rel=0.05)  # each tanh keeps its result
+    # Each tanh keeps its result, and torch's mse_loss as much below the scalar that it returns.
+    assert stage.activations == pytest.approx(count * 5 * one, rel=0.05)
 
 
 @pytest.mark.gpu

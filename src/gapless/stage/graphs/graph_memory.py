@@ -1,6 +1,6 @@
 """Tensors at the fixed places that CUDA graphs read and write: what goes in, what comes out, what goes to `.grad`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -158,6 +158,19 @@ class GraphedMicrobatch:
         self.target.take(target)
         if isinstance(self.weight, Tensor):
             self._weigh(weight)
+
+    def replayed(
+        self, halves: Sequence[str], seed: Callable[[int], int], parameters: Sequence[Parameter]
+    ) -> tuple[Any, Grads, list[Tensor]]:
+        """The last microbatch once more: what it hands on, the gradients of its inputs, and of parameters."""
+        self.forward.run(seed)
+        handed, found, sums = self.handed.copied(), Grads(), dict[Parameter, Tensor]()
+        for half in (self.halves[each] for each in halves):
+            half.replay.run(seed)
+            found = found or half.found()
+            for (parameter, _), grad in zip(half.added, half.added_in_full(), strict=True):
+                sums[parameter] = sums[parameter] + grad if parameter in sums else grad
+        return handed, found, [sums[each] for each in parameters if each in sums]
 
     def _weigh(self, weight: float | Tensor) -> None:
         if isinstance(weight, Tensor):

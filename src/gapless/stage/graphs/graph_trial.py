@@ -1,8 +1,8 @@
 """One microbatch both ways, eagerly and as CUDA graphs: its bits, and its seconds.
 
 Some kernels add up in the order in which threads happen to come, attention's backward among them: such a layer has
-other bits every time it runs. Where eager runs differ from each other, a replay may differ from them too: about as
-much, or by what rounding does.
+other bits every time it runs, or once in a hundred times. Where eager runs differ from each other, a replay may differ
+from them too: about as much, or by what rounding does. Where they do not, another replay must have their bits.
 """
 
 import math
@@ -62,12 +62,14 @@ class Trial:
         """Trees of tensors."""
         self.distance = max(self.distance, distance(one, other))
 
-    def verdict(self, eagerly: Callable[[], Any], *, faster: bool) -> str | None:
-        """Why graphs are not taken, if they are not; `faster`: only if they are. `eagerly` runs it once more."""
+    def verdict(self, eagerly: Callable[[], Any], replayed: Callable[[], Any], *, faster: bool) -> str | None:
+        """Why graphs are not taken, if they are not; `faster`: only if they are. The other two run it once more."""
         if self.distance:
             first = eagerly()
             spread = next(filter(None, (distance(first, eagerly()) for _ in range(_MOST_RUNS))), 0.0)
-            self.unequal = not spread or not self.distance < min(math.inf, _TIMES * max(spread, _rounding(first)))
+            self.unequal = not self.distance < min(math.inf, _TIMES * max(spread, _rounding(first)))
+            if not spread and not self.unequal:
+                self.unequal = all(distance(first, replayed()) for _ in range(_MOST_RUNS))
             if self.unequal:
                 return f"a replay differs from the eager run by {self.distance:.1g}, and two of those by {spread:.1g}"
         if faster and self.graphed >= self.eager:

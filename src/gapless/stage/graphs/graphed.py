@@ -205,7 +205,7 @@ class GraphedStage(Stage):
         add_grads(added)
         if name != "I":
             self._leave(microbatch, over=True)
-            self._judge(flight)
+            self._judge(flight, ("I", "W") if name == "W" else ("B",))
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
@@ -227,11 +227,11 @@ class GraphedStage(Stage):
             super().backward_weight(microbatch)
         return found
 
-    def _judge(self, flight: Flight) -> None:
-        if (trial := flight.trial) is None:
+    def _judge(self, flight: Flight, halves: Sequence[str]) -> None:
+        if (trial := flight.trial) is None or (slot := flight.slot) is None:
             return
-        assert flight.slot is not None
-        given, asked = next(iter(flight.slot.halves.values())).again(), self._kept(flight.asked_again())
+        given, asked = slot.halves[halves[0]].again(), self._kept(flight.asked_again())
+        replayed = partial(slot.replayed, halves, self._seed(flight), self.parameters())
 
         def eagerly() -> Any:
             handed = self._eagerly(flight.shadow, asked)
@@ -239,7 +239,7 @@ class GraphedStage(Stage):
                 found = self._backward("B", flight.shadow, given)
             return handed, found, [each for _, each in added]
 
-        if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
+        if (why := trial.verdict(eagerly, replayed, faster=self.tried)) is not None:
             self.likenesses.give_up(why)
 
     def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
