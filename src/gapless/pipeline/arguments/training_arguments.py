@@ -17,7 +17,7 @@ from gapless.run.world import World
 from gapless.stage.offload.optimizer_state import OffloadedStep
 
 _INSTEAD = "use pipe.step and optimizer.step()"
-_OWN = {*vars(Optimizer([Parameter()], {})), "step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
+_OWN = {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
 
 
 class Asked(NamedTuple):
@@ -42,7 +42,8 @@ def check_training(optimizer: Any, asked: Asked) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(f"{name} steps with a closure, which computes a loss again: {_INSTEAD}")
-    if extra := sorted(vars(optimizer).keys() - _OWN):
+    every = vars(Optimizer([Parameter()], {})).keys()  # not when it is imported: torch takes two seconds for the first
+    if extra := sorted(vars(optimizer).keys() - every - _OWN):
         raise ConfigError(
             f"{name} keeps {', '.join(extra)} outside of its state and param_groups, where a step can't be undone: "
             f"keep it there, or {_INSTEAD}"
