@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import gapless
+from gapless.cli import main
 from tests import reference, watched
 from tests.programs import Programs
 
@@ -48,9 +49,17 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name)
-def test_commands_print_what_the_page_says(page: Path, tmp_path: Path, programs: Programs) -> None:
+def test_commands_print_what_the_page_says(
+    page: Path,
+    tmp_path: Path,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {"COLUMNS": "100", "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     for block in blocks(page, "console"):
         for command, said in commands(block):
             if heavy := _HEAVY.fullmatch(command):  # it loads torch, and needs no shell
@@ -58,6 +67,9 @@ def test_commands_print_what_the_page_says(page: Path, tmp_path: Path, programs:
                 ended = programs.run(*words, cwd=tmp_path, environment=environment)
                 printed = ended.err + ended.out  # progress is not shown, and what is wrong comes alone
                 printed = "".join(printed.splitlines(keepends=True)[: int(heavy[2]) if heavy[2] else None])
+            elif light := re.fullmatch(r"gapless ([^|<>&;$]*)", command):
+                main(shlex.split(light[1]))
+                printed = "".join(capsys.readouterr())
             else:
                 printed = in_a_shell(command, tmp_path, environment)
             assert matches(printed, said), f"{command}\nprints\n{printed}\nbut the page says\n{said}"

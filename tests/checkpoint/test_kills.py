@@ -73,7 +73,7 @@ class Life:
         until = time.monotonic() + 120
         while len(self.said("on_disk")) < count:
             assert time.monotonic() < until, self._file.read_text()
-            assert not self._launcher.statuses([self.pid]), self._file.read_text()
+            assert not any(self._launcher.statuses([self.pid]).values()), self._file.read_text()  # it may have ended
             time.sleep(0.002)
 
     def kill(self) -> None:

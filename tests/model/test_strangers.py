@@ -22,9 +22,6 @@ from tests.model.strangers import STRANGERS, Batch, gpt2, mixtral, opt, text
 from tests.run.forked import Launch
 
 MICROBATCHES = 3
-PATIENT = [pytest.mark.slow, pytest.mark.timeout(400)]
-QUICK = "mixtral"  # others are quick in test_huggingface.py, and between ranks in tests/hf
-NAMES = [QUICK, *(pytest.param(name, marks=PATIENT) for name in STRANGERS if name != QUICK)]
 
 
 def parts_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,22 +77,22 @@ def trained(name: str, pipe: gapless.Pipeline, reference: nn.Module, steps: int)
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow  # some are quick in test_huggingface.py, and between ranks in tests/hf
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_has_the_bits_of_its_own_loop(name: str) -> None:
     model = STRANGERS[name][0]()
     reference = copy.deepcopy(model)
-    slow = name != QUICK
     with gapless.Pipeline(
         model,
         devices=2,
-        schedule="zb-v" if slow else "1f1b",
-        remat="stage" if slow else "none",
+        schedule="zb-v",
+        remat="stage",
         microbatches=MICROBATCHES,
         intra_op_threads=torch.get_num_threads(),
     ) as pipe:
-        trained(name, pipe, reference, steps=1 if slow else 2)
-        if slow:
-            assert_same_evaluation(name, pipe, reference)
+        trained(name, pipe, reference, steps=1)
+        assert_same_evaluation(name, pipe, reference)
 
 
 def assert_same_evaluation(name: str, pipe: gapless.Pipeline, reference: nn.Module) -> None:

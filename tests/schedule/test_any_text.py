@@ -84,7 +84,7 @@ def updated_from_its_own_gradients(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [75, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_random_rows_are_reported_on_or_refused(number: int) -> None:
     @settings(max_examples=number)
     @given(drawn=rows)
@@ -98,7 +98,7 @@ def test_random_rows_are_reported_on_or_refused(number: int) -> None:
     holds()
 
 
-@pytest.mark.parametrize("number", [75, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_schedules_that_are_nearly_right_are_reported_on_and_updates_take_their_own_gradients(number: int) -> None:
     @settings(max_examples=number)
     @given(drawn=nearly_right())
@@ -111,7 +111,7 @@ def test_schedules_that_are_nearly_right_are_reported_on_and_updates_take_their_
     holds()
 
 
-@pytest.mark.parametrize("number", [50, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [20, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_any_text_is_read_or_refused(number: int) -> None:
     @settings(max_examples=number)
     @given(text=st.one_of(st.text(), st.text('0123456789FBIWRUSENDCV_:,\n {}[]"', max_size=60)))

@@ -82,8 +82,8 @@ def check(
 
 
 def settings() -> None:
-    check((3, 1), "dropout", momentum, 13, drains=(1, 5), ends=(8,), split=True)
-    check((1, 2, 1), "dropout", adam, 9, drains=(4,), scheduler=slower, clip=0.5, ahead=True)
+    check((3, 1), "dropout", momentum, 10, drains=(1, 5), ends=(8,), split=True)
+    check((1, 2, 1), "dropout", adam, 7, drains=(4,), scheduler=slower, clip=0.5, ahead=True)
     check((3, 1), "sometimes", momentum, 11, drains=(5,))
     check((1, 3), "frozen", adam, 7)
     saved((1, 3), 7, 10)

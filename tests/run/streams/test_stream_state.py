@@ -112,7 +112,7 @@ PREDICTED = {"optimizer": adam, "scheduler": milestones, "correction": "spectrai
     ("kind", "options"), [("stashing", PREDICTED), ("vertical", {}), ("2bw", {"scheduler": slower})]
 )
 def test_interruptions_at_random_minibatches_change_no_bit(kind: str, options: Any, tmp_path: Path) -> None:
-    interrupted(kind, 18, 12, 0, tmp_path, **options)
+    interrupted(kind, 12, 8, 0, tmp_path, **options)
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ def drawn(seed: int) -> tuple[random.Random, gapless.Schedule, gapless.Costs]:
     return rng, add_recompute(schedule, costs) if rng.random() < 0.3 else schedule, costs
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, pytest.param(30, marks=pytest.mark.slow)])
 def test_it_takes_no_longer_and_no_more_memory_and_no_more_than_must_leaves(first: int) -> None:
     relieved = 0
-    for seed in range(first, first + (60 if first == 0 else 600)):
+    for seed in range(first, first + (30 if first == 0 else 600)):
         rng, schedule, costs = drawn(seed)
         before = gapless.simulate(schedule, costs)
         all_of_it = add_offload(schedule, costs)
@@ -53,12 +53,12 @@ def test_it_takes_no_longer_and_no_more_memory_and_no_more_than_must_leaves(firs
             if before.peak[device] <= limit:
                 assert not [s for s, m in some.offloaded if schedule.placement.device(s, m) == device], seed
         relieved += max(after.peak) <= limit < max(before.peak)
-    assert relieved > 10
+    assert relieved > 5
 
 
 def test_hosts_wait_for_a_copy_before_the_first_action_that_comes_after_it() -> None:
     waited = 0
-    for seed in range(40):
+    for seed in range(12):
         _, schedule, costs = drawn(seed)
         unknown = dataclasses.replace(costs, host_bandwidth=None, host_latency=0)
         made = add_offload(schedule, costs)
@@ -76,11 +76,11 @@ def test_hosts_wait_for_a_copy_before_the_first_action_that_comes_after_it() -> 
                     assert number == back or times[row[number]][0] >= end, seed
                     assert all(times[action][0] < end for action in row[out + 1 : number]), seed
                     waited += number < back
-    assert waited > 100
+    assert waited > 30
 
 
 def test_more_bandwidth_or_a_higher_limit_never_needs_more_time() -> None:
-    for seed in range(15):
+    for seed in range(5):
         _, schedule, costs = drawn(seed)
         times = {
             gapless.simulate(add_offload(schedule, each, memory_limit=limit), each).makespan

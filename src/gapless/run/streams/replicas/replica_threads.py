@@ -133,8 +133,8 @@ class ReplicaThreads:
             if self._stopping:
                 return
             staleness = self._course.apply(replica)
+            self._said.put(ReplicaResult(task[0], loss, replica.number, staleness))  # in the order of the updates
             self._changed.notify_all()
-        self._said.put(ReplicaResult(task[0], loss, replica.number, staleness))
 
 
 def pair_of(batch: Any, number: int) -> tuple[Any, Any]:
