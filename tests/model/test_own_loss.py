@@ -89,21 +89,22 @@ def test_a_models_own_loss_weighs_the_labels_it_counts(
     assert_same_gradients(plain, reference)
 
 
-def test_sentences_and_positions_weigh_as_samples_do() -> None:
-    ids = torch.randint(3, 24, (7, 5))
-    for make, inputs in (
-        (partial(bert, "SequenceClassification"), {"input_ids": ids, "labels": torch.randint(2, (7,))}),
-        (
-            partial(bert, "QuestionAnswering"),
-            {"input_ids": ids, "start_positions": torch.randint(5, (7,)), "end_positions": torch.randint(5, (7,))},
-        ),
-    ):
-        model = make()
-        reference = copy.deepcopy(model)
-        with gapless.Pipeline(model, devices=2, microbatches=4, intra_op_threads=1) as pipe:
-            assert pipe.step(inputs).weights == (2 / 7, 2 / 7, 2 / 7, 1 / 7)
-        own_loop(reference, inputs, lambda part: len(part["input_ids"]))
-        assert_same_gradients(model, reference)
+@pytest.mark.parametrize(
+    ("head", "sizes"),
+    [
+        ("QuestionAnswering", {"start_positions": 5, "end_positions": 5}),
+        pytest.param("SequenceClassification", {"labels": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_positions_and_sentences_weigh_as_samples_do(head: str, sizes: dict[str, int]) -> None:
+    inputs = {"input_ids": torch.randint(3, 24, (7, 5))}
+    inputs |= {name: torch.randint(most, (7,)) for name, most in sizes.items()}
+    model = bert(head)
+    reference = copy.deepcopy(model)
+    with gapless.Pipeline(model, devices=2, microbatches=4, intra_op_threads=1) as pipe:
+        assert pipe.step(inputs).weights == (2 / 7, 2 / 7, 2 / 7, 1 / 7)
+    own_loop(reference, inputs, lambda part: len(part["input_ids"]))
+    assert_same_gradients(model, reference)
 
 
 def test_two_losses_that_count_differently_are_refused() -> None:

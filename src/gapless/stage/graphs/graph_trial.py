@@ -26,7 +26,6 @@ class Trial:
 
     def __init__(self) -> None:
         self.distance = 0.0  # of a replay from the eager run
-        self.unequal = False  # by more than eager runs are from each other
         self.over = False
         self.eager = self.graphed = 0.0
         self.handed: Any = None  # what the eager forward has made
@@ -67,10 +66,10 @@ class Trial:
         if self.distance:
             first = eagerly()
             spread = next(filter(None, (distance(first, eagerly()) for _ in range(_MOST_RUNS))), 0.0)
-            self.unequal = not self.distance < min(math.inf, _TIMES * max(spread, _rounding(first)))
-            if not spread and not self.unequal:
-                self.unequal = all(distance(first, replayed()) for _ in range(_MOST_RUNS))
-            if self.unequal:
+            unequal = not self.distance < min(math.inf, _TIMES * max(spread, _rounding(first)))
+            if not spread and not unequal:
+                unequal = all(distance(first, replayed()) for _ in range(_MOST_RUNS))
+            if unequal:
                 return f"a replay differs from the eager run by {self.distance:.1g}, and two of those by {spread:.1g}"
         if faster and self.graphed >= self.eager:
             return f"it is not faster so ({1e3 * self.graphed:.2f} ms, eagerly {1e3 * self.eager:.2f} ms)"
