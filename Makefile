@@ -121,11 +121,11 @@ test-oldest:
 
 OLDEST = $(shell grep -oE '"[a-z-]+>=[0-9.]+"' pyproject.toml | sed -E 's/>=(.*)"/==\1.*"/')
 
-# Tests run side by side but for those that measure time, one process more than there are cores, since some wait.
+# Tests run side by side but for those that measure time, two processes more than there are cores, since some wait.
 PYTEST := $(BIN)/python -m pytest --durations 10
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 ALONE := $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
-BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist worksteal
+BESIDE := --numprocesses $(shell expr $(CORES) + 2) --maxprocesses 4 --dist worksteal
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.

@@ -141,6 +141,7 @@ def test_saving_says_what_a_save_adds_to_a_step(capsys: pytest.CaptureFixture[st
     assert "of a step (target: below +5.0%)" in report
 
 
+@pytest.mark.slow
 def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--depth", "1", "--width", "8", "--vocab", "5", "--samples", "1", "--length", "4", "-M", "2"]
     words = ["--dropout", "0.1", "--backend", "aot_eager", "--steps", "1", "--rounds", "1"]

@@ -17,7 +17,7 @@ from tests.hf.training import arguments, trained
 from tests.model.hub import gpt2
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-FILES = ("config.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+FILES = ("config.json", "optimizer.pt", "trainer_state.json")
 
 
 def die() -> None:

@@ -249,6 +249,6 @@ def test_measuring_leaves_the_number_of_threads_alone() -> None:
         return found[0]
 
     torch.set_num_threads(2)
-    for _ in range(4):
+    for _ in range(2):
         profiled(layers(), threads=1, side_by_side=2)
         assert (torch.get_num_threads(), in_a_new_thread()) == (2, 2)
