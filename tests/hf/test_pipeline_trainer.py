@@ -277,21 +277,15 @@ def test_a_call_that_was_not_foreseen_runs_alone_and_a_batch_may_be_changed(tmp_
     from gapless.hf import PipelineTrainer
 
     class Twice(PipelineTrainer):
-        def prediction_step(self, *given: Any, **named: Any) -> Any:
-            super().prediction_step(*given, **named)
-            return super().prediction_step(*given, **named)
-
-    class Taking(PipelineTrainer):
         def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            super().prediction_step(model, inputs, *given, **named)
             labels = inputs.pop("labels")
             return super().prediction_step(model, {**inputs, "labels": labels}, *given, **named)
 
     args = arguments(tmp_path, per_device_eval_batch_size=2)
-    wanted = PipelineTrainer(gpt2(), args, padded, devices=2).predict(rows(6))
-    for kind in (Twice, Taking):
-        found = kind(gpt2(), args, padded, devices=2).predict(rows(6))
-        assert found.metrics["test_loss"] == wanted.metrics["test_loss"]
-        assert torch.equal(torch.as_tensor(found.predictions), torch.as_tensor(wanted.predictions))
+    wanted, found = (kind(gpt2(), args, padded, devices=2).predict(rows(6)) for kind in (PipelineTrainer, Twice))
+    assert found.metrics["test_loss"] == wanted.metrics["test_loss"]
+    assert torch.equal(torch.as_tensor(found.predictions), torch.as_tensor(wanted.predictions))
 
 
 def test_without_hugging_face_s_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,15 +65,12 @@ SUBJECTS = {
     ),
 }
 # tests/test_pipeline_exact.py has schedules, devices and remats in all pairs: of a model of the zoo these are enough.
-_DAILY = {"resnet": ("zb-v", 2, "stage"), "unet": ("zb-v", 2, "stage"), "transformer": ("interleaved", 4, "none")}
+_DAILY = (("resnet", "zb-v", 2, "stage"), ("transformer", "interleaved", 4, "none"))
 CASES = [
-    pytest.param(
-        *(name, schedule, devices, remat), marks=() if (schedule, devices, remat) == _DAILY[name] else pytest.mark.slow
+    pytest.param(*case, marks=() if case in _DAILY else pytest.mark.slow)
+    for case in product(
+        ("resnet", "unet", "transformer"), ("gpipe", "1f1b", "interleaved", "zb-v"), (2, 3, 4), ("none", "stage")
     )
-    for name in ("resnet", "unet", "transformer")
-    for devices in (2, 3, 4)
-    for schedule in ("gpipe", "1f1b", "interleaved", "zb-v")
-    for remat in ("none", "stage")
 ]
 CASES += [
     pytest.param("resnet", "zb-v", 2, "layer"),

@@ -44,6 +44,7 @@ def test_our_rates_are_the_published_ones_for_hand_made_schedules() -> None:
     assert published_costs(RATES[0]).kept_for_weight_grad == pytest.approx(0.3664, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_step_holds_is_measured_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--models", "Transformer", "--no-predicted", "--width", "16", "--layers", "3", "--devices", "2"]
     assert main(["largest", *words, "--json"]) == 0

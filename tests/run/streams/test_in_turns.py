@@ -84,8 +84,8 @@ def check(
 def settings() -> None:
     check((3, 1), "dropout", momentum, 10, drains=(1, 5), ends=(8,), split=True)
     check((1, 2, 1), "dropout", adam, 7, drains=(4,), scheduler=slower, clip=0.5, ahead=True)
-    check((3, 1), "sometimes", momentum, 11, drains=(5,))
-    check((1, 3), "frozen", adam, 7)
+    check((3, 1), "sometimes", momentum, 8, drains=(5,))
+    check((1, 3), "frozen", adam, 5)
     saved((1, 3), 7, 10)
     traced((1, 3))
     forward_fails((3, 1), 1, 2)

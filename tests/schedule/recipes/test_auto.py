@@ -158,7 +158,8 @@ def test_a_transformer_has_less_than_one_and_a_half_percent_of_span_bubble(devic
     assert transformer_bubble(devices) < 0.012
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 16])
 def test_so_have_transformers_of_other_shapes(devices: int) -> None:
     for weight, inputs, latency in ((0.65, 0.9, 0.05), (0.85, 1.1, 0.01)):
         assert transformer_bubble(devices, Costs(1, inputs, weight, latency=latency)) < 0.015
