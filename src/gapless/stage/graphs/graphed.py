@@ -205,7 +205,7 @@ class GraphedStage(Stage):
         add_grads(added)
         if name != "I":
             self._leave(microbatch, over=True)
-            self._judge(flight, ("I", "W") if name == "W" else ("B",))
+            self._judge(flight, flight.slot, ("I", "W") if name == "W" else ("B",))
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
@@ -227,8 +227,8 @@ class GraphedStage(Stage):
             super().backward_weight(microbatch)
         return found
 
-    def _judge(self, flight: Flight, halves: Sequence[str]) -> None:
-        if (trial := flight.trial) is None or (slot := flight.slot) is None:
+    def _judge(self, flight: Flight, slot: GraphedMicrobatch, halves: Sequence[str]) -> None:
+        if (trial := flight.trial) is None:
             return
         given, asked = slot.halves[halves[0]].again(), self._kept(flight.asked_again())
         replayed = partial(slot.replayed, halves, self._seed(flight), self.parameters())
