@@ -137,6 +137,7 @@ class ThreadSteps:
         for each in self.devices:
             each.forget(job.step)
         job.program.clear()
+        job.state.leave()
         self._board.forget(job.step)
         self._jobs.remove(job)
 
@@ -157,6 +158,7 @@ class ThreadSteps:
         finally:
             for job in self._jobs:
                 job.program.clear()
+                job.state.leave()
             for each in self.devices:
                 each.undo()
                 if self._jobs:
