@@ -43,11 +43,10 @@ def arguments(folder: Path, **more: Any) -> Any:
         "max_grad_norm": 0.3,
         "logging_steps": 1,
         "save_strategy": "no",
+        "use_cpu": True,
         **more,
     }
-    return hub().TrainingArguments(
-        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", **given
-    )
+    return hub().TrainingArguments(str(folder), report_to=[], disable_tqdm=True, log_level="error", **given)
 
 
 def watcher() -> Any:
@@ -85,7 +84,7 @@ def both(model: nn.Module, args: Any, kind: type[Any] | None = None, **more: Any
     own: dict[str, Any] = {
         "devices": 2,
         "schedule": "1f1b",
-        "pipeline": {"intra_op_threads": torch.get_num_threads()},
+        "pipeline": {"intra_op_threads": torch.get_num_threads(), **more.pop("pipeline", {})},
         **asked,
     }
     kinds: list[Any] = [hub().Trainer, PipelineTrainer]

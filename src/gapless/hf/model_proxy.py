@@ -12,6 +12,7 @@ the place of the model. The first one ends it at the call, and keeps what the mo
 That holds for label smoothing, for `compute_loss_func` and for a `compute_loss` of the user's own.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import Trainer
 
 from gapless.errors import ConfigError
 
@@ -71,6 +73,36 @@ def answered(function: Callable[[Any], Any], model: Any, outputs: Any) -> Any:
         return left.pop()
 
     return function(ModelProxy(model, answer))
+
+
+class UnchangingLoss:
+    """The loss of a trainer that computes it as transformers does. A trainer changes in every step. This holds only
+    what the loss reads of it, so that CUDA graphs, which do again what was captured, end with a change of that alone.
+    """
+
+    def __init__(self, trainer: Any, compute: Callable[[Any, Any, Any], Tensor]) -> None:
+        self._trainer, self._compute = weakref.ref(trainer), compute
+        self._read: list[Any] = []
+
+    def __call__(self, outputs: Any, target: Any) -> Tensor:
+        return self._compute(self._trainer(), outputs, target)
+
+    def look(self) -> None:
+        """Before a step."""
+        trainer: Any = self._trainer()
+        names = Trainer.compute_loss.__code__.co_names
+        objects = [trainer, *(getattr(trainer, name, None) for name in names)]
+        read = [getattr(each, name, None) for each in objects for name in names]
+        self._read[:] = [each for each in read if isinstance(each, bool | int | float | str)]
+        self._read += [trainer.label_smoother, trainer.compute_loss_func]
+        if has_own_loss(trainer):  # by now
+            self._read.append(trainer.state.global_step)
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether anything of how it computes its loss is the user's, which may read whatever a trainer has."""
+    names = "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager"
+    return any(getattr(getattr(trainer, each), "__func__", None) is not getattr(Trainer, each) for each in names)
 
 
 def _caught(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from transformers import TrainingArguments
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import FETCHED_BATCHES
 from gapless.hf.grouped_loader import GroupedLoader
-from gapless.hf.model_proxy import PipelinedModel, answered, call_in
+from gapless.hf.model_proxy import PipelinedModel, UnchangingLoss, answered, call_in, has_own_loss
 from gapless.hf.rank_trainer import RankTrainer
 from gapless.hf.trainer_ranks import ranks_of
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
@@ -114,7 +114,8 @@ class PipelineTrainer(RankTrainer):
             self.model.gradient_checkpointing_disable()
             if self._asked.get("remat") == "none":
                 self._asked["remat"] = "stage"
-        self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
+        self._unchanging = None if has_own_loss(self) else UnchangingLoss(self, PipelineTrainer._loss)
+        self.pipe = Pipeline(self.model, loss=self._unchanging or self._loss, loss_weight="sum", **self._asked)
         self._pipelined = PipelinedModel(self.model, self._evaluated)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +164,8 @@ class PipelineTrainer(RankTrainer):
             raise ConfigError("compute_loss does not call the model, so there is nothing to run on a pipeline")
         share = 1 if self._is_scaled(num_items) else len(batches)
         replicas = 1 if self.ranks is None else self.ranks.replicas  # whose gradients are averaged
+        if self._unchanging is not None:
+            self._unchanging.look()
         self.pipe.steps = self.state.global_step  # on which random numbers depend, also after a resume
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             scaler = getattr(self.accelerator, "scaler", None)

@@ -40,6 +40,9 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "time": time.perf_counter,
     "datetime": datetime.datetime.now,
     "numpy": lambda: np.random.rand(3),
+    "numpy, beside a type of it": lambda: isinstance(np.random.rand(3), np.ndarray),
+    "numpy's time": lambda: np.datetime64("now"),
+    "numpy, elsewhere": lambda: (lambda module: module)(np),
     "a generator of numpy": lambda: GENERATOR.normal(),
     "one in a closure": closed_over(),
     "urandom": uuid.uuid4,
@@ -86,6 +89,7 @@ def test_ordinary_layers_ask_nothing() -> None:
             code = CodeRun()
             with code:
                 model.train()(torch.ones(1, 8, dtype=torch.long))
+                assert not any(isinstance(each, np.ndarray | np.integer) for each in model.parameters())
         assert code.source is None, (name, code.source)
 
 

@@ -7,13 +7,15 @@ called, since Python itself tells what runs. What the code reads of its modules 
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 _SOURCES = re.compile(r"(time|random|datetime)\.|posix\.(urandom|read|stat|listdir)$|_?io\.(open|read)")
 _MODULES = ("random", "numpy", "time", "datetime")
-_TRUSTED = frozenset(("builtins", "torch", "gapless", "logging", "warnings", "linecache", "tokenize", "threading"))
+_TRUSTED = frozenset(
+    ("builtins", "torch", "gapless", "logging", "warnings", "linecache", "tokenize", "threading", "importlib")
+)
 
 
 def is_trusted(module: str | None) -> bool:
@@ -67,8 +69,18 @@ class CodeRun:
                 if isinstance(names[name], ModuleType) and not is_trusted(names[name].__name__):
                     modules.append(vars(names[name]))
         self.read |= {(id(each), name): each for each in modules for name in code.co_names if name in each}
-        if self.source is None and (found := next(filter(is_source, closed), None)) is not None:
+        asked = (each for each in closed if is_source(each) and not _only_types(each, code.co_names))
+        if self.source is None and (found := next(asked, None)) is not None:
             self.source = f"{getattr(found, '__name__', type(found).__name__)} in {code.co_name}"
+
+
+def _only_types(module: Any, names: Sequence[str]) -> bool:
+    """Whether code with these names takes only types from NumPy, as in isinstance(x, np.ndarray)."""
+    if not isinstance(module, ModuleType) or module.__name__ != "numpy":
+        return False
+    found = [getattr(module, name) for name in names if hasattr(module, name)]
+    numbers = module.ndarray, module.number
+    return bool(found) and all(isinstance(each, type) and issubclass(each, numbers) for each in found)
 
 
 def is_source(value: Any) -> bool:
