@@ -33,6 +33,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "evaluated": (EVALUATED, {"schedule": "interleaved"}),
     "bf16": ({"bf16": True, "label_smoothing_factor": 0.1, **EVALUATED}, {"schedule": "zb-v"}),
     "remat": ({"gradient_checkpointing": True, "by_length": True}, {"schedule": "zb-v"}),
+    "gpu": ({"use_cpu": False, "bf16": True, "max_steps": 12}, {}),
 }
 
 
@@ -89,6 +90,9 @@ def compare(trainer: Any, steps: list[Left], plain: Path) -> None:
 def same_as_plain(folder: str, *names: str) -> None:
     """All of these settings, one after the other."""
     as_under_torchrun()
+    if "gpu" in names:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     for name in names:
         compare(*train(PipelineTrainer, Path(folder, f"ours {name}"), name), Path(folder, f"{name}.pt"))
 

@@ -62,12 +62,12 @@ def test_a_trainer_s_loss_changes_with_what_it_reads_alone(tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_trainer_gets_graphs_and_the_bits_of_trainer(smoothing: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [{"bf16": True}, {"bf16": True, "label_smoothing_factor": 0.1}, {"fp16": True}, {}])
+def test_a_trainer_gets_graphs_and_the_bits_of_trainer(asked: dict[str, Any], tmp_path: Path) -> None:
     found = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCAB, (96, 8), generator=found)
     dataset = [{"input_ids": each, "labels": each} for each in tokens]
-    args = arguments(tmp_path, use_cpu=False, bf16=True, max_steps=10, label_smoothing_factor=smoothing)
+    args = arguments(tmp_path, use_cpu=False, max_steps=10, **asked)
     more: dict[str, Any] = {"train_dataset": dataset, "data_collator": hub().default_data_collator}
     _, trainer = both(llama(), args, devices=["cuda:0"] * 2, pipeline={"graphs": True}, **more)
     assert repr(trainer.pipe).count(", graphs") == 2, repr(trainer.pipe)

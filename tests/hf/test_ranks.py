@@ -35,6 +35,16 @@ def test_ranks_leave_the_weights_and_logs_of_one_device(
     launch(on_ranks.same_as_plain, ranks, str(tmp_path), *names, timeout=300.0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("deterministic")
+def test_ranks_on_a_gpu_leave_the_weights_and_logs_of_one_device(launch: Launch, tmp_path: Path) -> None:
+    from tests.hf import on_ranks
+
+    on_ranks.write_plain(str(tmp_path), "gpu")
+    launch(on_ranks.same_as_plain, 2, str(tmp_path), "gpu", timeout=300.0)
+
+
 def loaded(file: Path) -> Any:
     if file.suffix == ".safetensors":
         return load_file(file)
