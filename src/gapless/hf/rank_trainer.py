@@ -29,6 +29,7 @@ class RankTrainer(Trainer):  # type: ignore[misc]
     current_flos: float
     _loss_only = False  # what the evaluation under way is for
     _waiting: str | None = None  # a checkpoint whose optimizer is loaded when there are parameters
+    _counted: tuple[Any, float] = (None, 0.0)  # batches of this step and size, and their operations
 
     def create_accelerator_and_postprocess(self) -> None:
         """With batches for each pipeline."""
@@ -48,6 +49,13 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         if self.ranks is not None:
             raise ConfigError("hyperparameter_search tries other values on each rank: run it in one process")
         return super().hyperparameter_search(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Trainer's, which counts all parameters of the model for every batch: here once for batches of one size."""
+        key = self.state.global_step, [(name, getattr(each, "shape", None)) for name, each in inputs.items()]
+        if self._counted[0] != key:
+            self._counted = key, super().floating_point_ops(inputs)
+        return self._counted[1]
 
     def _wait(self) -> None:
         if self.ranks is not None:
