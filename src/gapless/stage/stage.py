@@ -260,15 +260,15 @@ class Stage(Offloading, StageTies):
     def finish(self, *, resting: bool = True) -> None:
         """The minibatch is over: running statistics that were deferred move. `resting`: no other one is under way."""
         self._calls.stored.finish(resting=resting)
-        statistics = self._calls.statistics
-        changing = {*self._changing()}
+        statistics, changing = self._calls.statistics, {*self._changing()}
         for (module, name), shown in self._shared_buffers.items():
             if (module, name) in changing or id(module._buffers[name]) in statistics.moved:
                 raise SHARED_BUFFERS.refusal(
                     f"several stages have the buffer {shown} and change it, and they would do so in another order than "
                     "plain training"
                 )
-        self._weight_changes.finish(self._number, resting=resting)
+        self._weight_changes.finish(self._number, whole=not self._work)
+        self._step = self._step if self._work else -1  # the next one may have the same number
         if not self.forwards_in_order and (changing or statistics.moves):
             raise FORWARD_ORDER.refusal(
                 f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "

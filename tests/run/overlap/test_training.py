@@ -1,15 +1,19 @@
 """An optimizer step that does not wait has the bits of one that does, whatever is clipped or left out on the way."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+import gapless
 from tests.run.forked import Launch
 from tests.run.overlap.plain_training import OPTIMIZERS, Run, differences, overlapped, plain
 
@@ -38,6 +42,26 @@ def test_float16_autocast_has_the_bits_of_a_loop_that_waits(around: Callable[[],
     with around():
         found = overlapped(run, 10)
     assert differences(wanted, found) == []
+
+
+@pytest.mark.parametrize("remat", ["stage", "layer"])
+def test_a_step_is_made_again_from_a_checkpoint(remat: str, tmp_path: Path) -> None:
+    """It has the number of the one before. That was refused, as if a forward had changed weights in between."""
+    run = Run(12, schedule="zb-h2", remat=remat, scheduled=False)
+    model = run.model()
+    with gapless.Pipeline(model, devices=3, schedule="zb-h2", microbatches=4, loss=F.mse_loss, remat=remat) as pipe:  # type: ignore[arg-type]
+        optimizer, _ = run.optimizer_of(pipe.parameters())
+        training = pipe.training(optimizer, max_norm=run.max_norm)
+        for step in (0, 1, 2, 3):
+            if step == 3:
+                pipe.save(tmp_path / "made", optimizer)
+            training.step(*run.batch(step))
+        pipe.load(tmp_path / "made", optimizer)
+        for step in (3, 4, 5):
+            training.step(*run.batch(step))
+        found = copy.deepcopy(pipe.state_dict())
+    [wanted] = plain(run, 6).states
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -47,9 +47,9 @@ class WeightChanges:
             )
         self._read_again = versions_of([weight for weight, _ in self._read_again])
 
-    def finish(self, stage: int, *, resting: bool) -> None:
-        """The step is over. `resting`: the next one begins anew, or its forwards are replayed, which nobody sees."""
-        before, self._read_again = self._read_again, [] if resting else self._read_again
+    def finish(self, stage: int, *, whole: bool) -> None:
+        """The step is over. `whole`: no other one is under way; the next begins anew, or is replayed, unseen."""
+        before, self._read_again = self._read_again, [] if whole else self._read_again
         if _moved(before):
             raise FORWARD_WEIGHTS.refusal(
                 f"a weight of stage {stage} was changed in the middle of a step, as a forward of nn.Embedding does "
