@@ -266,8 +266,11 @@ def test_an_offloaded_optimizer_has_the_bits_of_the_optimizer_on_the_gpu() -> No
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
-def test_steps_that_do_not_wait_have_the_bits_of_a_plain_loop(schedule: str) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "none"), ("1f1b", "stage"), ("zb-h2", "layer"), ("zb-v", "none")]
+)
+def test_steps_that_do_not_wait_have_the_bits_of_a_plain_loop(schedule: str, remat: Any, graphs: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))).cuda()
     plain, batches = copy.deepcopy(model), [torch.randn(2, 12, 16, device="cuda") for _ in range(20)]
@@ -283,12 +286,12 @@ def test_steps_that_do_not_wait_have_the_bits_of_a_plain_loop(schedule: str) -> 
         norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
         theirs.step()
     assert 0 < sum(float(norm) > 0.25 for norm in norms) < len(norms)  # some are clipped
-    with Pipeline(
-        model, devices=["cuda:0"] * 3, microbatches=6, loss=F.mse_loss, schedule=schedule, graphs=False
-    ) as pipe:
+    options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 6, "schedule": schedule, "remat": remat}
+    with Pipeline(model, loss=F.mse_loss, graphs=graphs, **options) as pipe:
         training = pipe.training(ours, max_norm=0.25)
         results = [training.step(x, y) for x, y in batches]
         read = [(result.loss, result.norm) for result in results]
+        assert not graphs or "no graphs" not in repr(pipe), repr(pipe)
     assert read == list(zip(losses, norms, strict=True))
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(found, expected), name
