@@ -498,6 +498,16 @@ def _() -> None:
         torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
 
 
+@case(ranks.OPTIMIZER_OF_A_PART, ON_RANKS)
+def _() -> None:
+    torch.manual_seed(0)
+    x, other = torch.randn(16, 6), linear()
+    torch.optim.LBFGS(other.parameters()).step(lambda: float(other(x).sum()))  # which is no pipeline's
+    with on_ranks([linear(), linear()]) as pipe:
+        optimizer = torch.optim.LBFGS(pipe.parameters())
+        optimizer.step(lambda: float(pipe.step(x, x).loss or 0))
+
+
 @case(ranks.STREAM_ENDS, ON_RANKS)
 def _() -> None:
     torch.manual_seed(0)

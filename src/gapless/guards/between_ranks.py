@@ -68,6 +68,14 @@ NORM_OF_A_PART = Guard(
     "use pipe.clip_grad_norm_",
     "norms that are computed in another way",
 )
+OPTIMIZER_OF_A_PART = Guard(
+    "optimizer of a part",
+    "torch.optim.LBFGS on a rank, which would find a direction for the parameters of its stages alone",
+    "in every step",
+    "a look at the class of each optimizer that steps",
+    "use an optimizer that steps each parameter by itself, such as AdamW, or one process",
+    "optimizers of other libraries that compute something from all parameters together",
+)
 STREAM_WEIGHTS = Guard(
     "weights of a stream",
     "weights that are changed, loaded or used from outside while a stream keeps older versions of them",

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gapless.errors import GaplessError
-from gapless.guards.between_ranks import NORM_OF_A_PART
+from gapless.guards.between_ranks import NORM_OF_A_PART, OPTIMIZER_OF_A_PART
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of norms
 
@@ -39,13 +40,19 @@ class OwnPart:
     def __init__(self, parameters: Iterable[nn.Parameter], refusal: Callable[[], GaplessError] = _of_a_rank) -> None:
         self._parameters, self.refusal = [weakref.ref(each) for each in parameters], refusal
         self.clears_gradients = refusal is not _of_a_rank  # a step that has ended leaves none
-        if not _parts:
+        if _clipping._get_total_norm is not _norm_of_all:
             _clipping._get_total_norm = _norm_of_all
+            register_optimizer_step_pre_hook(_steps_all)
         _parts.add(self)
 
     def has(self, grads: set[int]) -> bool:
         """Whether one of these, by id, is a gradient of its own."""
         return any(each is not None and id(each.grad) in grads for each in (ref() for ref in self._parameters))
+
+    def is_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether these, of a rank, are among its parameters."""
+        given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return not self.clears_gradients and any(id(ref()) in given for ref in self._parameters)
 
 
 _clipping: Any = torch.nn.utils.clip_grad
@@ -61,6 +68,13 @@ def _norm_of_all(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     for part in [part for part in _parts if part.clears_gradients and not tensors]:
         warnings.warn(f"clip_grad_norm_ finds no gradient: {part.refusal()}", stacklevel=4)
     return _total_norm(tensors, *args, **kwargs)
+
+
+def _steps_all(optimizer: Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and any(part.is_stepped(optimizer) for part in _parts):
+        raise OPTIMIZER_OF_A_PART.refusal(
+            "LBFGS steps all parameters together, and this rank has only those of its stages"
+        )
 
 
 def clip_everywhere(
