@@ -80,7 +80,7 @@ class OverlappedTraining:
         self._settings: tuple[Any, ...] = ()
         self._groups: Groups = ()  # of the last update
         # Torch's own take each parameter by itself.
-        self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.here) > 1
+        self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.devices) > 1
         self._hooks = [
             optimizer.register_step_pre_hook(refuse),
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
@@ -240,7 +240,8 @@ class OverlappedTraining:
             parts = [each.part for each in self._steps.devices]
             merge_groups(self._optimizer, parts, groups)
             if self._untried and not verdict.skips:
-                check_parts(self._optimizer, parts, groups)
+                one = "use pipe.step and optimizer.step()" if self._world.one_process else "use devices= in one process"
+                check_parts(self._optimizer, parts, groups, one)
                 for each in self._steps.devices:
                     each.keeps_gradients = self._untried = False
         if verdict is not None and self._scaler is not None:

@@ -42,7 +42,7 @@ class OwnPart:
         self.clears_gradients = refusal is not _of_a_rank  # a step that has ended leaves none
         if _clipping._get_total_norm is not _norm_of_all:
             _clipping._get_total_norm = _norm_of_all
-            register_optimizer_step_pre_hook(_steps_all)
+            register_optimizer_step_pre_hook(refuse_lbfgs)
         _parts.add(self)
 
     def has(self, grads: set[int]) -> bool:
@@ -70,7 +70,8 @@ def _norm_of_all(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return _total_norm(tensors, *args, **kwargs)
 
 
-def _steps_all(optimizer: Optimizer, *_: Any) -> None:
+def refuse_lbfgs(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step of any optimizer."""
     if isinstance(optimizer, torch.optim.LBFGS) and any(part.is_stepped(optimizer) for part in _parts):
         raise OPTIMIZER_OF_A_PART.refusal(
             "LBFGS steps all parameters together, and this rank has only those of its stages"

@@ -197,8 +197,8 @@ def test_habits_of_other_loops_are_refused() -> None:
             training.step(*batch())
 
 
-def sharded_and_static() -> None:
-    """What ranks can't take: DTensors, and messages without a word."""
+def what_ranks_can_not_take() -> None:
+    """DTensors, messages without a word, and an optimizer that needs all parameters."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "pp"))
     model = Run(1).model()
@@ -215,12 +215,16 @@ def sharded_and_static() -> None:
         pytest.raises(ConfigError, match="static_shapes leaves no word for forwards that run again"),
     ):
         pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    with gapless.Pipeline(Run(1).model(), mesh=line, microbatches=2, loss=F.mse_loss) as pipe:
+        training = pipe.training(Normed(pipe.parameters()))
+        with pytest.raises(ConfigError, match=r"Normed steps a parameter otherwise .* use devices= in one process"):
+            training.step(*batch())
     print("refused", flush=True)
     os._exit(0)
 
 
-def test_sharded_parameters_and_static_shapes_are_refused(launch: Launch) -> None:
-    assert launch(sharded_and_static, 2).count("refused") == 2
+def test_what_ranks_can_not_take_is_refused(launch: Launch) -> None:
+    assert launch(what_ranks_can_not_take, 2).count("refused") == 2
 
 
 def test_streams_have_no_steps_to_overlap() -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gapless.errors import ConfigError
+from gapless.run.clip import refuse_lbfgs
 from gapless.run.world import World
 from gapless.stage.offload.optimizer_state import OffloadedStep
 
@@ -53,8 +54,9 @@ def check_training(optimizer: Any, asked: Asked) -> None:
         raise ConfigError(f"the state of this {name} is in host memory, where a step can't be undone: {_INSTEAD}")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise ConfigError(f"the step of this {name} was replaced, and its parts would not call that: {_INSTEAD}")
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()]
+    hooks += [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    if any(each is not refuse_lbfgs for each in hooks):
         raise ConfigError(f"{name} has step hooks, which would see parts of a step: remove them, or {_INSTEAD}")
     scaler = asked.scaler
     if scaler is not None and getattr(type(scaler), "update", None) is not GradScaler.update:

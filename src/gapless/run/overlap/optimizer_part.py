@@ -50,6 +50,10 @@ class OptimizerPart:
         self._before: list[tuple[Parameter, Tensor, dict[Any, Any] | None]] = []
         self._stepped = False
 
+    def has(self, parameter: Parameter) -> bool:
+        """Whether it is one of these."""
+        return parameter in self._mine
+
     def begin(self, groups: Groups) -> None:
         """An update comes, with the gradients that are there."""
         self.forget()
@@ -132,23 +136,29 @@ class OptimizerPart:
             each.grad = None
 
 
-def check_parts(optimizer: Optimizer, parts: Sequence[OptimizerPart], groups: Groups) -> None:
-    """Raises if a step by parts, which was just made, is another than that of the whole."""
-    parameters = {each for group in groups for each in group["params"]}
-    by_parts = [(each, each.detach().clone(), _copied_all(optimizer.state.get(each, {}))) for each in parameters]
+def check_parts(optimizer: Optimizer, parts: Sequence[OptimizerPart], groups: Groups, instead: str) -> None:
+    """Raises if a step by parts, which was just made, is another than that of the whole. One part alone, that of a
+    rank, is stepped again by halves.
+    """
+    parameters = [each for group in groups for each in group["params"] if any(part.has(each) for part in parts)]
+    before = [(each, each.detach().clone(), _copied_all(optimizer.state.get(each, {}))) for each in parameters]
+    grads = {each: grad for part in parts for each, grad in part.grads.items()}
     for part in parts:
         part.undo()
-    whole = OptimizerPart(optimizer, parameters, {})
-    whole.begin(groups)
-    whole.grads = {each: grad for part in parts for each, grad in part.grads.items()}
-    whole.step()
-    for each, value, state in by_parts:
+    again = []
+    for chosen in [parameters] if len(parts) > 1 else [parameters[::2], parameters[1::2]]:
+        again.append(OptimizerPart(optimizer, {*chosen}, {}))
+        again[-1].begin(groups)
+        again[-1].grads = {each: grads[each] for each in chosen if each in grads}
+        again[-1].step()
+    for each, value, state in before:
         now = optimizer.state.get(each, {})
         if not _same(each, value) or now.keys() != state.keys() or not all(_same(now[key], state[key]) for key in now):
-            whole.undo()
+            for part in again:
+                part.undo()
             raise ConfigError(
                 f"{type(optimizer).__name__} steps a parameter otherwise where it does not have all of them, but each "
-                "device steps its own: use pipe.step and optimizer.step()"
+                f"device steps its own: {instead}"
             )
 
 
