@@ -23,7 +23,7 @@ from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.verify import is_in_order
-from gapless.stage.batch.plain import check_scalar
+from gapless.stage.batch.loss_counts import check_scalar
 from gapless.stage.split.ordered_accumulation import Turns
 from gapless.stage.stage import Stage
 

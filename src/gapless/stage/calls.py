@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 
 from gapless.errors import ConfigError
 from gapless.guards.process_wide import COMPILED_DRAWS, GRAD_MODE
+from gapless.stage.batch.loss_counts import check_scalar
 from gapless.stage.batch.loss_divisors import Divisors
-from gapless.stage.batch.plain import apply_first, check_scalar
+from gapless.stage.batch.plain import apply_first
 from gapless.stage.guards.process_state import AtWork, here, watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics

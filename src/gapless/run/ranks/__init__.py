@@ -5,8 +5,8 @@ many_processes    this rank, and what it does with the others: the other kind of
 agreement         all ranks were asked for the same, or all refuse
 fingerprints      by which two ranks see whether they have the same tensors
 consistency       ranks of one pipeline have the same weights and batches, and make the same calls
-exchange          the gradients of a step and the other replicas: when they are added
-replicas          data parallelism: shares of a minibatch, sums of gradients
+exchange          when the gradients of a step meet those of other replicas
+replicas          data parallelism: shares of a minibatch, sums of gradients in buckets
 sharded           FSDP on the layers of a stage
 shared_parameter  a parameter that several ranks hold
 losses            every rank learns all losses

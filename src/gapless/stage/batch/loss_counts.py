@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, GaplessError
 from gapless.guards.batches_and_losses import CUT_BATCHES, LOSS_COUNTS
 from gapless.stage.split.interception import has_hooks, is_plainly_called
 
@@ -25,6 +25,16 @@ from . import microbatch as mb
 from .minibatch import Minibatch
 
 IGNORED = -100
+
+
+def check_scalar(loss: Any) -> None:
+    """Of anything else there is no gradient."""
+    if not isinstance(loss, Tensor):
+        raise GaplessError(f"the loss must return a scalar tensor, but it returned a {type(loss).__name__}.")
+    if loss.dim() != 0:
+        raise GaplessError(
+            f"the loss must be a scalar, but it has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
+        )
 
 
 def _code_of(names: str) -> frozenset[Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError
 from gapless.stage.auxiliary import collected
 from gapless.stage.norm.batchnorm_calls import PlainMode, recomputed
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics
@@ -124,16 +123,6 @@ def without_loss(outputs: Any, aux: Tensor | None) -> list[Tensor]:
     """
     starts = [tensor for tensor in mb.flatten(outputs)[0] if tensor.requires_grad and tensor.dim()]
     return [tensor * 0 for tensor in (*starts, *([] if aux is None else [aux]))]
-
-
-def check_scalar(loss: Any) -> None:
-    """Of anything else there is no gradient."""
-    if not isinstance(loss, Tensor):
-        raise GaplessError(f"the loss must return a scalar tensor, but it returned a {type(loss).__name__}.")
-    if loss.dim() != 0:
-        raise GaplessError(
-            f"the loss must be a scalar, but it has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
-        )
 
 
 def _backward(starts: Sequence[Tensor]) -> None:
