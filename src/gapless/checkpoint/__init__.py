@@ -7,7 +7,7 @@ contents      what is to be saved, as trees of values with tensors beside them, 
 tree          trees of values as JSON
 pieces        tensors as blocks of bytes, in safetensors files
 manifest      what a checkpoint is, where its bytes are, and their hashes
-save          from memory to a checkpoint that is there
+save          from memory to a checkpoint that is there: one file per rank
 disk          what a save does to the disk, one method each, and who is at work in a folder
 export        the weights for others: a plain file, or as Hugging Face has them
 random_state  the random numbers of a process

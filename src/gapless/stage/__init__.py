@@ -9,7 +9,7 @@ A stage and its microbatches
     compiled           layers of which nothing can be seen
     auxiliary          losses that layers add
     autocast           its state, where it must be off or replayed; `settings`: all that a layer may depend on
-    devices            those that a user asks for; `intra_op`: how many threads their kernels take
+    devices            those that a user asks for; `intra_op`: sets how many threads their kernels take
 
 The rooms
     batch              what enters a stage, what a loss counts, and the plain loop that everything is compared with
