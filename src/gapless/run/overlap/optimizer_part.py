@@ -146,7 +146,7 @@ def check_parts(optimizer: Optimizer, parts: Sequence[OptimizerPart], groups: Gr
     for part in parts:
         part.undo()
     again = []
-    for chosen in [parameters] if len(parts) > 1 else [parameters[::2], parameters[1::2]]:
+    for chosen in filter(None, [parameters] if len(parts) > 1 else [parameters[::2], parameters[1::2]]):
         again.append(OptimizerPart(optimizer, {*chosen}, {}))
         again[-1].begin(groups)
         again[-1].grads = {each: grads[each] for each in chosen if each in grads}
