@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 def shards() -> dict[str, list[Path]]:
     if shutil.which("make") is None:
         pytest.skip("there is no make here")
-    listed = subprocess.run(["make", "--silent", "shards"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "--silent", "--no-print-directory", "shards"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     rows = (line.split(":") for line in listed.splitlines())
     return {name: [ROOT / word for word in words.split()] for name, words in rows}
 

@@ -8,19 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from gapless.errors import CheckpointError
 from gapless.model.shards import DTYPES, FILE, INDEX, Shards
 
 
+def is_written(dtype: torch.dtype) -> bool:
+    """By the library; that of 2024 has no unsigned numbers of two bytes and more, and no complex ones."""
+    try:
+        return bool(save({"one": torch.ones(1).to(dtype)}))
+    except KeyError:
+        return False
+
+
+TYPES = [each for each in DTYPES if is_written(each)]
+
+
 def some(seed: int) -> dict[str, Tensor]:
-    """Random shapes, among them none and empty ones, of all types."""
+    """Random shapes, among them none and empty ones, of all types that the library writes."""
     rng, made = random.Random(seed), {}
     torch.manual_seed(seed)
     for number in range(rng.randint(1, 12)):
-        dtype = rng.choice(list(DTYPES))
+        dtype = rng.choice(TYPES)
         shape = [rng.randint(0, 5) for _ in range(rng.randint(0, 3))]
         made[f"layer.{number}"] = (torch.randn(shape) * 100).abs().to(dtype)
     return made

@@ -40,6 +40,10 @@ from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
 from gapless.units import show_count
 
+# How Trainer and its models name what recomputes activations, since transformers 5.23 and before.
+_WHAT = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+_CHECKPOINTING = f"{_WHAT}_checkpointing"
+
 
 class PipelineTrainer(RankTrainer):
     """`transformers.Trainer` with the model cut into stages: in one process with a thread for each device, or under
@@ -53,7 +57,8 @@ class PipelineTrainer(RankTrainer):
     schedule      a name from `gapless schedules`, or a Plan; by default as `gapless.Pipeline`
     microbatches  the batches of one update; by default `gradient_accumulation_steps` of the arguments, which is the
                   same thing
-    remat         "none", "stage", "layer" or one for each stage; by default "stage" with `gradient_checkpointing`
+    remat         "none", "stage", "layer" or one for each stage; by default "stage" with `activation_checkpointing`
+                  (before transformers 5.23 `gradient_checkpointing`)
     pipeline      further arguments of `gapless.Pipeline`, such as {"timeline": True, "intra_op_threads": 1}
 
     `pipe` is the pipeline, and `result` the result of its last step.
@@ -84,7 +89,7 @@ class PipelineTrainer(RankTrainer):
             "schedule": schedule,
             "microbatches": args.gradient_accumulation_steps,
             "seed": args.seed,
-            "remat": ("stage" if args.gradient_checkpointing else "none") if remat is None else remat,
+            "remat": ("stage" if getattr(args, _CHECKPOINTING) else "none") if remat is None else remat,
             **(pipeline or {}),
         }
         if isinstance(schedule, Plan) and remat is None:
@@ -111,7 +116,7 @@ class PipelineTrainer(RankTrainer):
 
     def _make_pipeline(self) -> None:
         if _checkpoints(self.model):
-            self.model.gradient_checkpointing_disable()
+            getattr(self.model, f"{_CHECKPOINTING}_disable")()
             if self._asked.get("remat") == "none":
                 self._asked["remat"] = "stage"
         self._unchanging = None if has_own_loss(self) else UnchangingLoss(self, PipelineTrainer._loss)
@@ -119,18 +124,19 @@ class PipelineTrainer(RankTrainer):
         self._pipelined = PipelinedModel(self.model, self._evaluated)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; what `gradient_checkpointing` asks for, remat does. A checkpoint that a kill has left half
+        """As Trainer's; what `activation_checkpointing` asks for, remat does. A checkpoint that a kill has left half
         written is passed over for the last whole one.
         """
         self._wait()  # for what another rank still writes
         checkpoint = resumed(resume_from_checkpoint, self.args.output_dir)
-        asked, self.args.gradient_checkpointing = self.args.gradient_checkpointing, False
+        asked = getattr(self.args, _CHECKPOINTING)
+        setattr(self.args, _CHECKPOINTING, False)
         try:
             output = super().train(checkpoint, *args, **kwargs)
             self._gather_model()
             return output
         finally:
-            self.args.gradient_checkpointing = asked
+            setattr(self.args, _CHECKPOINTING, asked)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +265,7 @@ class PipelineTrainer(RankTrainer):
 
 def _checkpoints(model: Any) -> bool:
     """Whether it recomputes activations itself, which the stages do instead."""
-    return bool(getattr(model, "is_gradient_checkpointing", False))
+    return bool(getattr(model, f"is_{_CHECKPOINTING}", False))
 
 
 def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:
