@@ -19,7 +19,7 @@ from tests.cli.conftest import Command, Refusal
         ("simulate 1f1b --forward -1", "forward is -1, but a cost is a number from 0 to 1e+100"),
         ("simulate 1f1b --weight-grad nan", "weight_grad is nan, but a cost is a number from 0 to 1e+100"),
         ("compare --latency inf", "latency is inf, but a cost is a number from 0 to 1e+100"),
-        ("compare --latency 1e300", "latency is 1000000000000000052504760255204420248704, but"),
+        ("compare --latency 1e300", "latency is 1e+300, but a cost is a number from 0 to 1e+100"),
         ("simulate 1f1b --input-grad 1,nan,1,1", "input_grad is nan, but a cost is a number from 0 to 1e+100"),
         ("simulate 1f1b --forward 1,2", "forward lists 2 stages, but the schedule has 4"),
         ("simulate zb-v --activation 1,2,3,4", "activation lists 4 stages, but the schedule has 8"),
