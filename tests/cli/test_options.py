@@ -1,5 +1,6 @@
 """Bad input: one clear sentence with the numbers, exit code 2, nothing on standard output, no traceback."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def test_what_is_no_file_of_a_schedule_is_one_sentence(refused: Refusal, tmp_pat
         stream.truncate(100 * 2**20)  # it is refused before it is read
     assert refused("verify", str(file)) == f"{file} has 100 MiB, but a schedule file has at most 64 MiB"
     assert refused("verify", str(tmp_path)) == f"{tmp_path} is a folder, not a file"
+    assert refused("verify", os.devnull) == f"{os.devnull} is a pipe or a device, not a file"
     refused("show 1f1b --svg", str(tmp_path))
 
 
