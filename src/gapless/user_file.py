@@ -22,7 +22,8 @@ def read_user_file(
     """What `parse` makes of the text. `what` it should be and its `form` complete the errors: "a plan", "is JSON"."""
     file, shown = Path(path), printable(str(path)[:200])
     if not file.is_file():
-        raise error(f"{shown} is a folder, not a file" if file.is_dir() else f"there is no file {shown}")
+        kind = "a folder" if file.is_dir() else "a pipe or a device"
+        raise error(f"{shown} is {kind}, not a file" if file.exists() else f"there is no file {shown}")
     if (size := file.stat().st_size) > largest:
         raise error(f"{shown} has {show_bytes(size)}, but {what} has at most {show_bytes(largest)}")
     try:

@@ -87,6 +87,7 @@ def test_the_page_has_every_schedule_of_the_terminal_and_says_what_was_left_out(
 def test_only_those_that_are_named(gapless: Command, refused: Refusal) -> None:
     found = json.loads(gapless("compare --schedules zb-h1,1f1b,pipedream --json").out)
     assert [each["schedule"] for each in found["schedules"]] == ["zb-h1", "1f1b", "pipedream"]
+    assert gapless("compare --schedules ,").out == gapless("compare").out
     assert refused("compare --schedules 1f1b,zbv") == "there is no schedule named 'zbv'; did you mean zb-v?"
 
 

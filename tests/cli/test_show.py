@@ -133,5 +133,6 @@ def test_steps_follow_each_other_where_the_optimizer_does_not_wait(gapless: Comm
 
 def test_steps_that_make_no_sense_are_refused(refused: Refusal) -> None:
     assert "--steps is 0, but it must be at least 1" in refused("show 1f1b --steps 0")
+    assert "that would be about 64,000,000 actions" in refused("show 1f1b --steps 1000000")
     told = "--steps is for schedules with backwards, and without updates or transfers"
     assert told in refused("show pipedream --steps 2")

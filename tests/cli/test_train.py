@@ -189,6 +189,7 @@ def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless
     assert (tmp_path / "mine.html").read_text() == (tmp_path / "runs" / "mine" / "report.html").read_text()
     assert gapless("view runs/mine --follow").out == "wrote runs/mine/report.html\n"  # which has ended
     assert gapless("view nowhere").err == "gapless: nowhere holds no run: it has no run.json that can be read\n"
+    assert "holds no run" in gapless("view mine.html").err
     done = "run: runs/mine, whose 6 steps are done: train more with --steps N, or start a new run with --fresh"
     assert done in gapless(f"train {config}").out.splitlines()
     started = gapless(f"train {config} --fresh --resume runs/mine/checkpoints/step-00000004 --json")

@@ -17,6 +17,8 @@ def test_a_correct_file(gapless: Command, tmp_path: Path) -> None:
         "messages that wait for a free buffer: at most 6 per channel\n"
         "every stage runs its backwards in microbatch order: gradients are bit-identical to the plain loop\n"
     )
+    file.write_text(gapless("show zb-v --forward-only --format text").out)
+    assert "gradients" not in gapless("verify", str(file)).out
 
 
 def test_violations_are_marked_in_the_drawn_schedule(gapless: Command, tmp_path: Path) -> None:

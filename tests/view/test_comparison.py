@@ -28,6 +28,15 @@ def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
         gapless.compare(["zbv"], devices=4, microbatches=8)
 
 
+def test_a_peak_on_the_limit_fits_whatever_its_floats_add_up_to() -> None:
+    """Seven times 0.1 are 0.7000000000000001 in another order: zb-v was left out, and `auto` was slower."""
+    costs = gapless.Costs(activation=0.1)
+    found = gapless.compare(["zb-v", "auto"], devices=7, microbatches=12, costs=costs, memory_limit="1x")
+    assert found["zb-v"].makespan == found["auto"].makespan == 39
+    found = gapless.compare(["zb-v", "v-half"], devices=7, microbatches=12, costs=costs, memory_limit=0.699)
+    assert found.refused == {"zb-v": "its peak of 0.7 is above the limit of 0.699"}
+
+
 def test_a_timeline_shows_itself_in_three_lines() -> None:
     shown = repr(gapless.compare(["1f1b"], devices=2, microbatches=4).best)
     assert shown.splitlines() == [

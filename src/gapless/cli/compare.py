@@ -17,7 +17,7 @@ EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 def add(parser: argparse.ArgumentParser) -> None:
     """Which of them, and for what."""
     only = "only these, by name or file (default: all but optimal)"
-    asked.add_options(parser, ("--schedules", str, None, "NAME,FILE", only))
+    asked.add_options(parser, ("--schedules", options.words, None, "NAME,FILE", only))
     options.add_all(parser)
 
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     costs = options.given_costs(arguments)
     limit = options.limit_of(arguments, costs)
 
-    names = None if arguments.schedules is None else [each for each in arguments.schedules.split(",") if each]
+    names = arguments.schedules
     files = {name: options.verified(name) for name in names or () if options.is_file(name)}
     for name in names or ():
         if name not in files:

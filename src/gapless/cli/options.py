@@ -14,6 +14,7 @@ from gapless.schedule import recipes
 from gapless.schedule.action import PER_MINIBATCH, Kind, Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
 from gapless.schedule.lower import Passes, consecutive, lowered
+from gapless.schedule.memory import fits
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
@@ -175,6 +176,7 @@ def _followed(schedule: Schedule, steps: int) -> Schedule:
         raise ConfigError(
             "--steps is for schedules with backwards, and without updates or transfers written out: leave those out"
         )
+    recipes.refuse_too_many(steps * schedule.num_actions)
     return consecutive(schedule, steps)
 
 
@@ -221,7 +223,7 @@ def shown_size(schedule: Schedule, shape: str = "") -> str:
 def misfit(timeline: Timeline, limit: Number | None) -> str:
     """That a schedule needs more memory than there is, if it does."""
     peak = max(timeline.peak, default=0)
-    if limit is None or float(peak) <= float(limit) * (1 + 1e-9):
+    if limit is None or fits(peak, limit):
         return ""
     from gapless.view.text import number
 
@@ -248,7 +250,7 @@ def _per_stage(text: str) -> PerStage:
 
 def words(text: str) -> tuple[str, ...] | None:
     """A list with commas; None for nothing at all."""
-    return tuple(filter(None, text.split(","))) if text else None
+    return tuple(filter(None, text.split(","))) or None
 
 
 def _integers(text: str) -> tuple[int, ...]:

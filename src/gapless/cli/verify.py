@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gapless.cli import options, terminal
+from gapless.schedule.action import BACKWARDS
 from gapless.schedule.verify import Report, verify
 from gapless.units import show_count
 from gapless.view import text
@@ -45,13 +46,12 @@ def _print(report: Report) -> None:
         channels = show_count(len(report.buffers), "channel")
         terminal.say(f"it can't hang: {channels}, at most {show_count(most, 'receive buffer')} each")
         terminal.say(f"messages that wait for a free buffer: at most {max(report.unsent.values())} per channel")
-    if report.in_order:
+    if count := len(report.warnings):
+        terminal.say(f"{count:,} backwards are out of microbatch order: their gradients wait for their turn, in memory")
+    elif not schedule.kinds.isdisjoint(BACKWARDS):
         terminal.say(
             "every stage runs its backwards in microbatch order: gradients are bit-identical to the plain loop"
         )
-    else:
-        count = len(report.warnings)
-        terminal.say(f"{count:,} backwards are out of microbatch order: their gradients wait for their turn, in memory")
 
 
 def _as_json(report: Report) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
     return tuple(max((held for held, _ in _levels(row)), default=0) for row in rows)
 
 
+def fits(peak: Number, limit: Number | None) -> bool:
+    """Whether it is within the limit, where there is one. Sums of floats vary with their order, so a hair above is."""
+    return limit is None or float(peak) <= float(limit) * (1 + 1e-9)
+
+
 Levels = tuple[tuple[tuple[Number, Number], ...], ...]
 
 

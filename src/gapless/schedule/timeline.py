@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from operator import sub
 from typing import Any, Literal
 
 from gapless.schedule import host_copies, memory
-from gapless.schedule.action import COPIES, PER_MINIBATCH, Action, Kind, Schedule
+from gapless.schedule.action import COPIES, PER_MINIBATCH, TRANSFERS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.memory import Levels
 
@@ -61,8 +61,11 @@ class Timeline:
     @cached_property
     def span(self) -> Number:
         """The longest time from a device's own first start to its own last end."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return max((ends[-1] - starts[0] for starts, ends in rows if starts), default=0)
+        found: list[Number] = [0]
+        for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
+            work = (start for action, start in zip(row, starts, strict=True) if action.kind not in TRANSFERS)
+            found += [ends[-1] - start for start in islice(work, 1)]  # not a receive that is posted ahead of it
+        return max(found)
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:

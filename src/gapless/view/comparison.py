@@ -6,6 +6,7 @@ from typing import Any
 
 from gapless.errors import GaplessError, ScheduleError
 from gapless.schedule.costs import Costs, Number
+from gapless.schedule.memory import fits
 from gapless.schedule.recipes import RECIPES, build, find_recipe
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
@@ -134,7 +135,7 @@ def compared(
             refused[name] = str(error)
             continue
         peak = max(timeline.peak)
-        if limit is not None and peak > limit:
+        if not fits(peak, limit):
             refused[name] = f"its peak of {text.number(peak)} is above the limit of {text.number(limit)}"
         else:
             timelines.append(timeline)

@@ -10,6 +10,7 @@ import pytest
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.lower import consecutive
 from gapless.schedule.placement import line
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -71,6 +72,13 @@ def test_in_greys_a_device_has_one_hatch_for_each_kind() -> None:
     assert len(re.findall(row, picture)) == 8 * 2 + 2  # of I and W, and in the legend
     assert re.search(rf"device 0.*{row}.*label halo.*device 1", picture, re.DOTALL)  # numbers are above it
     assert not re.search(rf"device 0.*label halo.*{row}.*device 1<", picture, re.DOTALL)
+
+
+def test_in_greys_updates_and_verdicts_look_like_nothing_else() -> None:
+    """Both had the grey and the hatch of transfers."""
+    drawn = consecutive(timeline_of("1f1b", microbatches=4).schedule, 2)
+    fills = re.findall(r"}\.k\d+-0-2{(fill:#\w+)", svg.render([simulate(drawn)], look=Look(greyscale=True)))
+    assert len(set(fills)) == len(fills) == len(drawn.kinds)
 
 
 def test_numbers_are_left_out_where_blocks_are_too_narrow() -> None:

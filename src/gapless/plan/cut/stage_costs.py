@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import add
 
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Layer, Profile
@@ -67,7 +66,7 @@ def make_stages(
         boundary=boundary,
     )
     if "layer" in modes:
-        costs = _layer_by_layer(costs, layers, boundary, modes)
+        costs = _layer_by_layer(costs, placement, layers, boundary, modes)
     if profile.host is not None:
         # A stage's input stays, unless it is all that is kept.
         kept = zip(modes, costs.per_stage("activation", placement), boundary, strict=True)
@@ -80,33 +79,21 @@ def make_stages(
 
 
 def _layer_by_layer(
-    costs: Costs, layers: Sequence[Sequence[Layer]], boundary: Sequence[int], modes: Sequence[str]
+    costs: Costs, placement: Placement, layers: Sequence[Sequence[Layer]], boundary: Sequence[int], modes: Sequence[str]
 ) -> Costs:
     """Stages that keep the input of each layer, once where it is passed on, and make the rest again inside the
     backward.
     """
-    chosen = [mode == "layer" for mode in modes]
     inputs = [
         size + sum(layer.boundary - layer.passed for layer in own[:-1])
         for size, own in zip(boundary, layers, strict=True)
     ]
-
-    def where(other: Sequence[Number], usual: Sequence[Number]) -> tuple[Number, ...]:
-        return tuple(a if here else b for here, a, b in zip(chosen, other, usual, strict=True))
-
-    def listed(name: str) -> Sequence[Number]:
-        return getattr(costs, name)  # type: ignore[no-any-return]
-
-    later = {name: where(list(map(add, listed(name), listed("recompute"))), listed(name)) for name in _BACKWARD}
-    return replace(
-        costs,
-        **later,  # type: ignore[arg-type]
-        recompute=where([0.0] * len(layers), listed("recompute")),
-        activation=where(inputs, listed("activation")),
-    )
-
-
-_BACKWARD = ("input_grad", "backward")
+    late = replace(costs.recomputed_late(placement), activation=inputs)
+    changed = {}
+    for name in ("input_grad", "backward", "recompute", "activation"):
+        pairs = zip(modes, late.per_stage(name, placement), costs.per_stage(name, placement), strict=True)
+        changed[name] = [other if mode == "layer" else usual for mode, other, usual in pairs]
+    return replace(costs, **changed)  # type: ignore[arg-type]
 
 
 def _with_links(costs: Costs, profile: Profile, placement: Placement, mesh: Mesh, boundary: Sequence[int]) -> Costs:

@@ -18,7 +18,7 @@ from gapless.errors import ScheduleError
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower.fusion import fuse, in_halves, with_whole_backwards
-from gapless.schedule.memory import peaks
+from gapless.schedule.memory import fits, peaks
 from gapless.schedule.placement import Placement
 from gapless.schedule.recipes import line, loop, vee, zero_bubble
 from gapless.schedule.recipes.building_block import v_two_thirds
@@ -102,7 +102,7 @@ class _Tries:
 
     def run(self) -> None:
         """Try all that may be better."""
-        if self.limit is not None and _smallest_peak(self.costs, self.placement) > self.limit:
+        if not fits(_smallest_peak(self.costs, self.placement), self.limit):
             return
         bounds = self._bounds(self._deferrable())
         if not self._is_below(bounds):
@@ -121,7 +121,7 @@ class _Tries:
         if Kind.BACKWARD in schedule.kinds:
             self._try(schedule)
             schedule = in_halves(schedule)
-        self._try_with_justification(schedule, self.limit)
+        self._try_with_justification(schedule)
 
     def _try_policies(self, bounds: tuple[Number, Number]) -> None:
         first = _FIRST["line" if self.placement.shape == "line" else "vee"]
@@ -135,35 +135,24 @@ class _Tries:
         for policy in islice(policies, passes):
             if self._is_below(bounds) or self._reaches(bounds):
                 return
-            for limit in self._limits():
-                schedule = greedy(self.placement, self.num_microbatches, self.costs, limit, policy)
-                if schedule is not None and schedule not in seen:
-                    seen.add(schedule)
-                    if self._try_with_justification(schedule, limit):
-                        break
+            schedule = greedy(self.placement, self.num_microbatches, self.costs, self.limit, policy)
+            if schedule is not None and schedule not in seen:
+                seen.add(schedule)
+                self._try_with_justification(schedule)
 
-    def _limits(self) -> list[Number | None]:
-        """Sums of floats such as 0.6 vary with their order, so what is justified may miss the limit by a hair."""
-        sizes = self.costs.per_stage("activation", self.placement)
-        sizes += self.costs.per_stage("kept_for_weight_grad", self.placement)
-        exact = all(not isinstance(size, float) or (size * 1024).is_integer() for size in sizes)
-        return [self.limit] if exact or self.limit is None else [self.limit, self.limit * (1 - _ROUNDING)]
-
-    def _try_with_justification(self, schedule: Schedule, limit: Number | None) -> bool:
-        """Whether what is justified within `limit` fits too."""
+    def _try_with_justification(self, schedule: Schedule) -> None:
         timeline = self._try(schedule)
         if timeline is None or Kind.BACKWARD in schedule.kinds:
-            return False
+            return
         assert self.best is not None
         far_behind = self._value(timeline)[0] > _HOPELESS * self._value(self.best)[0]
         if far_behind and self.is_large:
-            return False
-        justified_too = self._try(justified(timeline, limit, ends_together=self.objective == "makespan"))
+            return
+        justified_too = self._try(justified(timeline, self.limit, ends_together=self.objective == "makespan"))
         if self.gains_by_fusing:
             for each in (timeline, justified_too):
                 if each is not None:
                     self._try(fuse(each.schedule, self.costs))
-        return justified_too is not None
 
     def polished(self) -> Timeline:
         """The best, justified again as long as that gains something."""
@@ -171,7 +160,7 @@ class _Tries:
             before = self.best
             assert before is not None
             if Kind.BACKWARD not in before.schedule.kinds:
-                self._try_with_justification(before.schedule, self.limit)
+                self._try_with_justification(before.schedule)
             if self.best is before:
                 break
         assert self.best is not None
@@ -179,7 +168,7 @@ class _Tries:
 
     def _try(self, schedule: Schedule) -> Timeline | None:
         """What the schedule takes, if it fits."""
-        if self.limit is not None and max(peaks(schedule, self.costs)) > self.limit:
+        if not fits(max(peaks(schedule, self.costs)), self.limit):
             return None
         timeline = simulate(schedule, self.costs)
         if self.best is None or self._value(timeline) < self._value(self.best):

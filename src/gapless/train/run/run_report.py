@@ -32,9 +32,10 @@ def write_report(folder: RunFolder, path: Path | None = None, refresh: int = 0) 
 
 def report_of(folder: RunFolder) -> RunReport:
     """What the page shows."""
-    said, lines = folder.said(), list(read_metrics(folder.metrics))
+    said = folder.said()
     if said is None:
         raise ConfigError(f"{folder.path} holds no run: it has no run.json that can be read")
+    lines = list(read_metrics(folder.metrics))
     steps = [line for line in lines if "loss" in line]
     measured = [line for line in steps if "bubble" in line]
     parts = parts_of(lines)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gapless.errors import ConfigError
-from gapless.schedule.action import Kind
+from gapless.schedule.action import TRANSFERS, Kind
 from gapless.view import legend
 
 _PIXELS = 96 / 25.4  # of a millimetre, as browsers have it
@@ -101,7 +101,7 @@ _GREYS: dict[Kind, tuple[str, str]] = {  # of each kind a grey, and the lines on
     Kind.LOAD: ("#d4d4d4", ""),
     Kind.UPDATE: ("#9a9a9a", ""),
     Kind.VERDICT: ("#6a6a6a", ""),
-    **dict.fromkeys(legend.KINDS[7:], ("#dddddd", _FALLING)),
+    **dict.fromkeys(TRANSFERS, ("#dddddd", _FALLING)),
 }
 
 _STYLE = """

@@ -17,7 +17,7 @@ Where weight gradients may wait, only the F before a stage count.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -149,11 +149,14 @@ class Bounds:
         load = max(self._packed(mesh.num_devices), sum(works) / mesh.num_devices)
         idle = 0.0
         if room is not None:
-            fixed = _least_with([layer.kept(room.shards) for layer in layers], works, load) + self.profile.reserved
+            kept = [layer.kept(room.shards) for layer in layers]
+            fixed = _least_with(zip(kept, works, strict=True), load) * (1 - ROUNDING) + self.profile.reserved
             left = max(0.0, (max(room.each) - fixed) / (1 + room.slack))
             idle = waited(self._fills, M, left, entry.forward, speed, speed)
         gradients = [float(layer.gradients) for layer in layers]
-        last = _least_with(gradients, works, load) if stages_per_device == 1 else min(gradients)
+        last = min(gradients)
+        if stages_per_device == 1:
+            last = _least_with(zip(gradients, works, strict=True), load) * (1 - ROUNDING)
         sums = min(mesh.sum_seconds(self.profile, place, last) for place in range(mesh.num_devices))
         return (M * (load + stages_per_device * entry.all) + idle) / speed + sums
 
@@ -201,30 +204,18 @@ def _recomputed(items: Sequence[tuple[float, float]], room: float) -> float:
     """The least recompute so that the sizes of all others are within the room; layers may be recomputed in part.
     `items`: the recompute and the size of each layer.
     """
-    excess = sum(size for _, size in items) - room
-    found = 0.0
-    if room < 0:
-        return math.inf
-    for again, size in sorted(items, key=lambda item: item[0] / item[1] if item[1] else math.inf):
-        if excess <= 0 or not size:
-            break
-        freed = min(excess, size)
-        found += again * freed / size
-        excess -= freed
-    return found
+    return math.inf if room < 0 else _least_with(items, sum(size for _, size in items) - room)
 
 
-def _least_with(sizes: Sequence[float], works: Sequence[float], load: float) -> float:
-    """What layers of so much work have of something at the least; the last of them in part."""
+def _least_with(items: Iterable[tuple[float, float]], load: float) -> float:
+    """What layers of so much work have of something at the least; the last of them in part. `items`: both of each."""
     found = 0.0
-    for size, work in sorted(
-        zip(sizes, works, strict=True), key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf
-    ):
+    for size, work in sorted(items, key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf):
         if load <= 0 or not work:
             break
         found += size * min(1.0, load / work)
         load -= work
-    return found * (1 - ROUNDING)
+    return found
 
 
 _MOST_ODD = 6  # layers that are unlike most others
