@@ -125,6 +125,8 @@ class OverlappedTraining:
             scale, other = (None, None) if self._scaler is None else self._scaler.ahead(updates=under_way)
             self._settings, known = settings(), self._stages is not None
             with steps.call():
+                if not steps.is_running:  # layers that are running may have other parameters for a while
+                    self._staged.follow()
                 given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, scale, turn=1 + number % 2)
                 if other is not None:
                     again = scaled(given.weights, other, self._staged.last_device)
