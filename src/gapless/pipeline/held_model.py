@@ -243,7 +243,7 @@ class HeldModel:
         """A call while steps are under way, if it can be."""
         beside = None if self._training is None else self._training._beside(batches)
         if beside is None:
-            self._settle()
+            self._follow()
         return beside or self._world.call("sharing out an update")
 
     def _settle(self) -> None:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -86,7 +87,7 @@ class OverlappedTraining:
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
-        self._habits = TrainingHabits(optimizer, asked.scheduler, self.settle, self._settle_here)
+        self._habits = TrainingHabits(optimizer, asked.scheduler, self._used, self._settle_here)
 
     def _made(self, check: Check) -> "ThreadSteps | RankSteps":
         if isinstance(self._world, OneProcess):
@@ -124,6 +125,8 @@ class OverlappedTraining:
             scale, other = (None, None) if self._scaler is None else self._scaler.ahead(updates=under_way)
             self._settings, known = settings(), self._stages is not None
             with steps.call():
+                if not steps.is_running:  # layers that are running may have other parameters for a while
+                    self._staged.follow()
                 given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, scale, turn=1 + number % 2)
                 if other is not None:
                     again = scaled(given.weights, other, self._staged.last_device)
@@ -157,6 +160,13 @@ class OverlappedTraining:
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _used(self, module: nn.Module) -> None:
+        """Somebody uses a module, whose weights and modes may be those of a step that is under way in other threads."""
+        if self._steps.is_running:
+            own = [each for each in (self._staged.module, self._loss) if isinstance(each, nn.Module)]
+            if not {each for part in own for each in part.modules()}.isdisjoint(module.modules()):
+                self.settle()
 
     def _settle_here(self) -> None:
         if self._under_way and not self._world.one_process:

@@ -206,6 +206,7 @@ class Pipeline(HeldModel):
         arguments.check_step(scaler, one_process=self._world.one_process)
         self._settle()
         with self._world.call("in a step"), pairs_told(inputs, target):  # what is refused is told to the other ranks
+            self._staged.follow()
             result = self._run(self._given(inputs, target, Share.of(weight, sync), cut, outputs, scaler))
             self.steps += 1
         return result
@@ -214,7 +215,6 @@ class Pipeline(HeldModel):
         self, inputs: Any, target: Any, share: Share, cut: bool, outputs: bool, scaler: Any = None, turn: int = 0
     ) -> Given:
         cuts = self._batch(inputs, target, cut)
-        self._staged.follow()
         prepared = self._staged.prepared([apart(part) for part in cuts.parts])
         counted = self._staged.weighed(cuts, prepared)
         program = self._staged.program(len(cuts.parts), inference=False, recorded=self.timeline, turn=turn)

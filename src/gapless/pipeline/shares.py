@@ -32,7 +32,6 @@ def shares_of(
             "None where the model has a loss of its own"
         )
     with call():
-        staged.follow()
         found = [_weighed(staged, inputs, target) for inputs, target in batches]
         rows = world.of_replicas([number for each in found for number in (each.kept, sum(each.numbers))])
     first = found[0]

@@ -39,7 +39,7 @@ class Signs(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "own": lambda parameters: Signs(parameters, lr=0.02),
 }

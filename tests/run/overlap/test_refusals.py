@@ -1,6 +1,7 @@
 """What an optimizer step that does not wait can't do is refused by name, before a number is wrong."""
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,12 @@ class Grouped(Normed):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["largest"] = max(float(each.grad.abs().max()) for each in group["params"] if each.grad is not None)
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return x
 
 
 def pipeline(**more: Any) -> gapless.Pipeline:
@@ -160,6 +167,41 @@ def test_clearing_gradients_between_steps_changes_nothing() -> None:
     plain = weights_after(lambda pipe, model: None)
     for clear in (lambda pipe, model: model.zero_grad(), lambda pipe, model: pipe.zero_grad()):
         assert all(torch.equal(a, b) for a, b in zip(weights_after(clear), plain, strict=True))
+
+
+def used_between(settles: bool) -> list[torch.Tensor]:
+    """What a model is, and what was read of it, if each of these uses comes between two steps."""
+    torch.manual_seed(5)
+    parts = (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), Slow(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*parts)
+    averaged, found = torch.optim.swa_utils.AveragedModel(model), list[torch.Tensor]()
+    uses: tuple[Callable[[], object], ...] = (
+        model.eval,
+        model.train,
+        parts[1].eval,
+        lambda: averaged.update_parameters(model),
+        lambda: found.extend(each.clone() for each in model.state_dict().values()),
+        lambda: model.load_state_dict(averaged.module.state_dict()),
+        model.zero_grad,
+    )
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
+        training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        training.step(*batch())
+        for use in uses:
+            result = training.step(*batch())
+            assert not result.is_settled
+            if settles:
+                training.settle()
+            use()
+            assert result.is_settled
+            found += result.losses
+        training.close()
+    return [*found, *averaged.state_dict().values(), *model.state_dict().values()]
+
+
+def test_a_model_that_is_evaluated_read_or_loaded_between_steps_has_settled() -> None:
+    """`model.eval()` before `pipe.evaluate` switched off the dropout of a step that was under way."""
+    assert all(map(torch.equal, used_between(settles=True), used_between(settles=False)))
 
 
 def test_habits_of_other_loops_are_refused() -> None:

@@ -1,6 +1,7 @@
 """What users see and set around an optimizer step that does not wait: it is as if it did."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn(x.shape, generator=self.generator)
 
 
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.001)
+        return super().forward(x)
+
+
+class Doubled(nn.Module):
+    """Its part has another weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Slow(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.func.functional_call(self.part, {"weight": self.part.weight * 2}, (x,))
+
+
 def waits(run: Run, model: nn.Sequential, steps: int) -> nn.Sequential:
     """A loop over microbatches."""
     optimizer, _ = run.optimizer_of(model.parameters())
@@ -55,7 +73,8 @@ def waits(run: Run, model: nn.Sequential, steps: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("layer", "schedule"), [(Counter, "gpipe"), (Noise, "zb-h2"), (lambda: nn.Dropout(0.3), "zb-h2")]
+    ("layer", "schedule"),
+    [(Counter, "gpipe"), (Noise, "zb-h2"), (lambda: nn.Dropout(0.3), "zb-h2"), (Doubled, "zb-h2")],
 )
 def test_forwards_that_run_again_leave_no_trace(layer: Any, schedule: str) -> None:
     """A large step in the middle is clipped when forwards of the next one have run."""

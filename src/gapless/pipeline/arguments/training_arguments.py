@@ -18,7 +18,7 @@ from gapless.run.world import World
 from gapless.stage.offload.optimizer_state import OffloadedStep
 
 _INSTEAD = "use pipe.step and optimizer.step()"
-_OWN = {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
+_OWN = {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
 
 
 class Asked(NamedTuple):

@@ -1,5 +1,6 @@
 """What people do between steps, and what would go wrong unseen while the steps of `pipe.training` are under way."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -24,14 +25,18 @@ def refuse_clipping() -> GaplessError:
 
 
 class TrainingHabits:
-    """Of one training: what its optimizer, parameters and scheduler must not meet. `settle` ends what is under way, and
-    so does `settle_here`, for a call that may be one rank's alone.
+    """Of one training: what its optimizer, parameters and scheduler must not meet. `used` is told of each use of a
+    module; `settle_here` ends what is under way, for a call that may be one rank's alone.
     """
 
     def __init__(
-        self, optimizer: Optimizer, scheduler: Any, settle: Callable[[], None], settle_here: Callable[[], None]
+        self,
+        optimizer: Optimizer,
+        scheduler: Any,
+        used: Callable[[nn.Module], None],
+        settle_here: Callable[[], None],
     ) -> None:
-        self._optimizer, self._scheduler, self._settle = optimizer, scheduler, settle
+        self._optimizer, self._scheduler, self.used = optimizer, scheduler, used
         self._counts: list[Any] = []  # of the scheduler after the last step; empty if not known
         self._parameters = self._given()
         self._trained = [each.requires_grad for each in self._parameters]
@@ -40,8 +45,8 @@ class TrainingHabits:
         if scheduler is not None:
             scheduler.__class__ = self._read_settled(settle_here)
         optimizer.zero_grad = refuse  # type: ignore[method-assign]
-        if not _open:
-            nn.Module.zero_grad = _zero_grad  # type: ignore[method-assign]
+        for name in _USES if not _open else ():
+            setattr(nn.Module, name, _settling(name))
         _open.add(self)
 
     def end(self) -> None:
@@ -51,6 +56,8 @@ class TrainingHabits:
             self._scheduler.__class__ = self._kind
         vars(self._optimizer).pop("zero_grad", None)
         _open.discard(self)
+        for name in _USES if not _open else ():
+            setattr(nn.Module, name, _USES[name])
 
     def loaded(self) -> None:
         """The optimizer was, and the scheduler may be."""
@@ -92,11 +99,6 @@ class TrainingHabits:
         made = {name: first(name) for name in names}
         return type(self._kind.__name__, (self._kind,), {**made, "__module__": self._kind.__module__})
 
-    def zeroes(self, module: nn.Module) -> None:
-        """Somebody clears the gradients of this one: those of steps that are under way are in use."""
-        if not {*self._parameters}.isdisjoint(module.parameters()):
-            self._settle()
-
     def _given(self) -> list[nn.Parameter]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
@@ -105,11 +107,17 @@ class TrainingHabits:
         return found if all(isinstance(each, int) for each in found) else []
 
 
+# What uses tensors or modes of a model; the plain functions of torch.
+_NAMES = ("zero_grad", "train", "named_parameters", "state_dict", "load_state_dict")
+_USES = {name: getattr(nn.Module, name) for name in _NAMES}
 _open: weakref.WeakSet[TrainingHabits] = weakref.WeakSet()
-_plain_zero_grad = nn.Module.zero_grad
 
 
-def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    for each in list(_open):
-        each.zeroes(self)
-    _plain_zero_grad(self, set_to_none)
+def _settling(name: str) -> Callable[..., Any]:
+    @functools.wraps(_USES[name])
+    def settled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for each in list(_open):
+            each.used(self)
+        return _USES[name](self, *args, **kwargs)
+
+    return settled
