@@ -266,11 +266,30 @@ class Changed:
         return super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
 
 
+class ChangedInPlace:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs["labels"][:, 1] = 5
+        return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+
+
+class Diffusing:
+    """The noise that the loss looks for is not that of the inputs, if it is drawn twice."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        noise = torch.randn(*inputs["input_ids"].shape, 8)
+        logits = model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]).detach() + noise).logits
+        return (logits[..., :8] - noise).pow(2).mean()
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (TwiceCalled, "compute_loss calls the model a second time"),
         (Changed, "training_step got another batch than the one that was fetched"),
+        (ChangedInPlace, "or has changed it, and the pipeline has trained on that"),
+        (Diffusing, "compute_loss runs twice for a batch, and calls the model with other values the second time"),
     ],
 )
 def test_a_subclass_that_would_train_on_other_numbers_is_told(kind: type, message: str, tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ LOSS_DIVISORS = Guard(
 )
 FETCHED_BATCHES = Guard(
     "batches of Hugging Face's Trainer",
-    "a batch passed to `training_step` that is not the one the pipeline has trained on",
+    "a batch passed to `training_step` that is not the one the pipeline has trained on, or was changed there; a "
+    "`compute_loss` of your own that calls the model with other values when it runs a second time",
     "in every step",
-    "one comparison of references",
+    "comparing references and version counters; comparing the values of calls, on GPUs in the first step only",
     "change batches in the data collator, or override get_batch_samples",
+    "what `compute_loss` draws or counts for the loss alone",
 )
 RESUMED_DATA = Guard(
     "data of a resumed run",

@@ -14,7 +14,7 @@ That holds for label smoothing, for `compute_loss_func` and for a `compute_loss`
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer
 
 from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import FETCHED_BATCHES
 
 Evaluate = Callable[[Sequence[Any]], Sequence[Any]]  # calls of the model, and what it returns for each
 
@@ -60,15 +61,20 @@ def call_in(function: Callable[[Any], Any], model: Any) -> Any:
     return None
 
 
-def answered(function: Callable[[Any], Any], model: Any, outputs: Any) -> Any:
-    """What the same function returns when the model has returned these outputs."""
+def answered(function: Callable[[Any], Any], model: Any, outputs: Any, call: Any = None) -> Any:
+    """What the same function returns when the model has returned these outputs, for this `call` if it is known."""
     left = [outputs]
 
-    def answer(*_: Any, **__: Any) -> Any:
+    def answer(*args: Any, **kwargs: Any) -> Any:
         if not left:
             raise ConfigError(
                 "compute_loss calls the model a second time, but the pipeline has run it once: compute the loss from "
                 "one call, or use transformers.Trainer"
+            )
+        if call is not None and not _same(call, args or kwargs, _alike):
+            raise FETCHED_BATCHES.refusal(
+                "compute_loss runs twice for a batch, and calls the model with other values the second time",
+                "draw random numbers in the data collator, or use transformers.Trainer",
             )
         return left.pop()
 
@@ -105,6 +111,20 @@ def has_own_loss(trainer: Any) -> bool:
     return any(getattr(getattr(trainer, each), "__func__", None) is not getattr(Trainer, each) for each in names)
 
 
+def contents(batch: Any) -> list[tuple[Any, int]]:
+    """What is in a batch, and how often that was changed."""
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [(each, each._version if isinstance(each, Tensor) else 0) for each in leaves]
+
+
+def unchanged(seen: list[tuple[Any, int]], batch: Any) -> bool:
+    """Whether a batch has what was `seen` in it."""
+    now = contents(batch)
+    return len(now) == len(seen) and all(
+        a is b and one == other for (a, one), (b, other) in zip(seen, now, strict=True)
+    )
+
+
 def _caught(*args: Any, **kwargs: Any) -> Any:
     if args and kwargs:
         raise ConfigError(
@@ -136,7 +156,7 @@ class PipelinedModel(nn.Module):
                 "transformers.Trainer"
             )
         call = args or kwargs
-        if self._ready and _same(self._ready[0][0], call):
+        if self._ready and _same(self._ready[0][0], call, _equal):
             return self._ready.popleft()[1]
         self._ready.clear()
         return self._evaluate([call])[0]
@@ -153,10 +173,19 @@ class PipelinedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, equal: Callable[[Any, Any], bool]) -> bool:
     leaves, spec = pytree.tree_flatten(one)
     others, its = pytree.tree_flatten(other)
-    return spec == its and all(a is b or _equal(a, b) for a, b in zip(leaves, others, strict=True))
+    return spec == its and all(a is b or equal(a, b) for a, b in zip(leaves, others, strict=True))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """But for rounding: other threads may add in another order, on another device."""
+    other = other.to(one.device) if isinstance(one, Tensor) and isinstance(other, Tensor) else other
+    if not (isinstance(one, Tensor) and one.is_floating_point() and one.numel()) or one.shape != other.shape:
+        return _equal(one, other)
+    one, other = one.nan_to_num(), other.nan_to_num()
+    return bool((one - other).abs().max() <= 1e-3 * one.abs().max())
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -21,14 +21,14 @@ from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import FETCHED_BATCHES
 from gapless.hf.grouped_loader import GroupedLoader
-from gapless.hf.model_proxy import PipelinedModel, UnchangingLoss, answered, call_in, has_own_loss
+from gapless.hf.model_proxy import PipelinedModel, UnchangingLoss, answered, call_in, contents, has_own_loss, unchanged
 from gapless.hf.rank_trainer import RankTrainer
-from gapless.hf.trainer_ranks import ranks_of
+from gapless.hf.trainer_ranks import devices_of, ranks_of
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
 from gapless.hf.whole_checkpoint import resumed
 from gapless.pipeline.arguments.checks import at_least_one
@@ -38,7 +38,6 @@ from gapless.plan.plan import Plan
 from gapless.stage.autocast import without_autocast
 from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
-from gapless.units import show_count
 
 # How Trainer and its models name what recomputes activations, since transformers 5.23 and before.
 _WHAT = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
@@ -85,7 +84,7 @@ class PipelineTrainer(RankTrainer):
         args.gradient_accumulation_steps = _accumulated(args, schedule, microbatches)
         self.ranks = ranks_of(args, dp, devices)
         self._asked = {
-            **({"mesh": self.ranks.mesh, "tied": "exact"} if self.ranks else {"devices": _devices(devices, args)}),
+            **({"mesh": self.ranks.mesh, "tied": "exact"} if self.ranks else {"devices": devices_of(devices, args)}),
             "schedule": schedule,
             "microbatches": args.gradient_accumulation_steps,
             "seed": args.seed,
@@ -96,6 +95,7 @@ class PipelineTrainer(RankTrainer):
             del self._asked["remat"]
         self._batches: list[Any] = []  # of this update
         self._losses: list[Tensor] = []  # of those that are trained on
+        self._seen: list[Any] = []  # what was in them then
         self.result: Result | None = None
         super().__init__(model, args, *more, **options)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -150,9 +150,12 @@ class PipelineTrainer(RankTrainer):
         """The loss of one batch. The first one of an update runs the forward and backward of all."""
         if not self._losses:
             self._losses = self._trained(self._batches or [inputs], num_items_in_batch)
-        if self._batches and self._batches[len(self._batches) - len(self._losses)] is not inputs:
+            self._seen = [contents(batch) for batch in self._batches]
+        number = len(self._batches) - len(self._losses)
+        if self._batches and (self._batches[number] is not inputs or not unchanged(self._seen[number], inputs)):
             raise FETCHED_BATCHES.refusal(
-                "training_step got another batch than the one that was fetched, and the pipeline has trained on that"
+                "training_step got another batch than the one that was fetched, or has changed it, and the pipeline "
+                "has trained on that"
             )
         loss = self._losses.pop(0)
         if not self._losses:
@@ -165,9 +168,13 @@ class PipelineTrainer(RankTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         targets = [{"inputs": dict(self._prepare_inputs(batch)), "num_items": num_items} for batch in batches]
-        calls = [call_in(partial(self._compute_loss, target), self.model) for target in targets]
+        own = has_own_loss(self)  # which may change tensors of a batch, twice
+        looked = [pytree.tree_map_only(Tensor, Tensor.clone, target) if own else target for target in targets]
+        calls = [call_in(partial(self._compute_loss, target), self.model) for target in looked]
         if any(call is None for call in calls):
             raise ConfigError("compute_loss does not call the model, so there is nothing to run on a pipeline")
+        if own and (self.result is None or self.args.device.type == "cpu"):
+            targets = [target | {"call": call} for target, call in zip(targets, calls, strict=True)]
         share = 1 if self._is_scaled(num_items) else len(batches)
         replicas = 1 if self.ranks is None else self.ranks.replicas  # whose gradients are averaged
         if self._unchanging is not None:
@@ -196,7 +203,7 @@ class PipelineTrainer(RankTrainer):
                 outputs = convert_outputs_to_fp32(lambda: outputs)()
                 stack.enter_context(without_autocast())
                 stack.enter_context(self.compute_loss_context_manager())
-            loss: Tensor = answered(partial(self._compute_loss, target), self.model, outputs)
+            loss: Tensor = answered(partial(self._compute_loss, target), self.model, outputs, target.get("call"))
         return loss
 
     def _compute_loss(self, target: Any, model: Any) -> Any:
@@ -235,13 +242,15 @@ class PipelineTrainer(RankTrainer):
         self._check_counted(dataloader)
         self._wrap_model(self.model, training=False)
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        own = has_own_loss(self) or type(self).prediction_step is not Trainer.prediction_step
 
         def predicted(batch: Any, it: Any) -> Any:
             return self.prediction_step(it, batch, only, ignore_keys)
 
         def before(batches: list[Any]) -> None:
-            # A prediction_step of the user's own may take things out of a batch, and it will get it once more.
-            calls = [call_in(partial(predicted, copy.copy(batch)), self.model) for batch in batches]
+            # What is the user's own may take things out of a batch, or change them, and it will get it once more.
+            copied = copy.deepcopy if own else copy.copy
+            calls = [call_in(partial(predicted, copied(batch)), self.model) for batch in batches]
             self._pipelined.foresee([call for call in calls if call is not None])
 
         ahead = GroupedLoader(dataloader, self._asked["microbatches"], before)
@@ -285,21 +294,3 @@ def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:
             "one of them"
         )
     return at_least_one("microbatches", asked)
-
-
-def _devices(devices: Devices | None, args: Any) -> Devices:
-    """A number means GPUs, unless the arguments say CPU."""
-    if devices is None:
-        raise ConfigError(
-            "devices= is missing: give how many, as devices=4, or start it with torchrun, a rank for each"
-        )
-    if not isinstance(devices, int):
-        return devices
-    if args.device.type == "cpu":
-        return ["cpu"] * devices if devices > 0 else devices
-    if devices > torch.cuda.device_count():
-        raise ConfigError(
-            f"devices is {devices}, but this machine has {show_count(torch.cuda.device_count(), 'GPU')}: give as many, "
-            f'["cuda:0"] * {devices} for threads that share one, or use_cpu=True in the arguments'
-        )
-    return devices

@@ -4,7 +4,7 @@ A rank updates the weights of its own stages. Where Trainer wants the model or t
 each other first; the files are those of one process.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class RankTrainer(Trainer):  # type: ignore[misc]
     _loss_only = False  # what the evaluation under way is for
     _waiting: str | None = None  # a checkpoint whose optimizer is loaded when there are parameters
     _counted: tuple[Any, float] = (None, 0.0)  # batches of this step and size, and their operations
+    _frozen: Mapping[str, int] = {}  # versions of what did not learn when training began
 
     def create_accelerator_and_postprocess(self) -> None:
         """With batches for each pipeline."""
@@ -67,11 +68,15 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         """The model is whole here: what learns in other stages comes from there."""
         if self.ranks is None or self._is_empty():
             return
-        frozen = {name for name, each in self.model.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        frozen = [(name, each._version) for name, each in parameters.items() if not each.requires_grad]
+        same = {name for name, version in frozen if self._frozen.get(name) == version}
         held = self.pipe.state_dict(whole=False)
-        own = {name: each for name, each in held.items() if name not in frozen}
+        own = {name: each for name, each in held.items() if name not in same}
         others = {name: each for name, each in self.ranks.merged(own).items() if name not in own}
         self.model.load_state_dict(others, strict=False)
+        for name in same - held.keys():  # they count as loaded
+            torch.autograd.graph.increment_version(parameters[name])
 
     def _is_empty(self) -> bool:
         """Whether weights to save are not here: they are other ranks', or its first batch has not come. Adapters are
@@ -153,7 +158,9 @@ class RankTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _forget_elsewhere(self) -> None:
-        """What was loaded for the parameters of other ranks."""
+        """What was loaded for the parameters of other ranks; training begins."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        self._frozen = {name: each._version for name, each in named if not each.requires_grad}
         held = set(self.pipe.parameters())
         for each in [each for each in self.optimizer.state if isinstance(each, nn.Parameter) and each not in held]:
             del self.optimizer.state[each]

@@ -123,6 +123,24 @@ def ranks_of(args: Any, dp: int, devices: Devices | None) -> TrainerRanks | None
     return ranks
 
 
+def devices_of(devices: Devices | None, args: Any) -> Devices:
+    """Of one process: a number means GPUs, unless the arguments say CPU."""
+    if devices is None:
+        raise ConfigError(
+            "devices= is missing: give how many, as devices=4, or start it with torchrun, a rank for each"
+        )
+    if not isinstance(devices, int):
+        return devices
+    if args.device.type == "cpu":
+        return ["cpu"] * devices if devices > 0 else devices
+    if devices > torch.cuda.device_count():
+        raise ConfigError(
+            f"devices is {devices}, but this machine has {show_count(torch.cuda.device_count(), 'GPU')}: give as many, "
+            f'["cuda:0"] * {devices} for threads that share one, or use_cpu=True in the arguments'
+        )
+    return devices
+
+
 class RankAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate where it deals batches to pipelines, wraps no model, and clips the gradients of all stages."""
 
