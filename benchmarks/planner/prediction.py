@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.planner import subjects
 from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
+from benchmarks.runner.findings import Found, Table, tabulated
 from benchmarks.runner.rounds import Progress, median, take_turns
-from benchmarks.runner.told import Table, tabulated
 from gapless import Schedule, simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
@@ -54,8 +54,8 @@ def plans_for(profile: Profile, devices: int, wanted: str) -> list[Plan]:
     return [subjects.planned(profile, devices, name, int(M), "stage" if again else "none") for name, M, *again in words]
 
 
-def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
-    """A row for each plan: the step and the bytes as predicted and as measured."""
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> tuple[list[Found], Table]:
+    """A row for each plan: the step and the bytes as predicted and as measured; and how many are as near as meant."""
     rows: list[dict[str, Any]] = []
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
@@ -75,7 +75,14 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
                 for mine, plan, values in zip(pairs, plans, taken.values(), strict=True):
                     mine.append((_predicted(plan, profile), median(values)))
         rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
-    return {"rows": rows}
+    right = []
+    for key, what in (("difference", "steps"), ("bytes_difference", "peaks")):
+        known = [row[key] for row in rows if row[key] is not None]
+        right.append(f"{sum(-UNDER <= value <= OVER for value in known)} of {len(known)} {what}")
+    columns = f"{subjects.COLUMNS} | predicted:ms | measured:ms | =difference:+% | held=predicted_bytes:MiB"
+    columns += " | measured=measured_bytes:MiB | =bytes_difference:+%"
+    verdict = f"within -{UNDER:.0%} and +{OVER:.0%}: {', '.join(right)}"
+    return rows, tabulated("prediction", rows, columns, verdict, left=2)
 
 
 def _predicted(plan: Plan, profile: Profile) -> float:
@@ -124,15 +131,3 @@ def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], liv
     times = {"predicted": predicted, "measured": measured, "difference": off, "sessions": list(pairs)}
     sizes = {"predicted_bytes": held, "measured_bytes": live, "bytes_difference": held and live and held / live - 1}
     return {**subjects.told(subject, plan), **times, **sizes}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A row for each plan, and how many predictions are as near as they are meant to be."""
-    right = []
-    for key, what in (("difference", "steps"), ("bytes_difference", "peaks")):
-        known = [row[key] for row in rows if row[key] is not None]
-        right.append(f"{sum(-UNDER <= value <= OVER for value in known)} of {len(known)} {what}")
-    columns = f"{subjects.COLUMNS} | predicted:ms | measured:ms | =difference:+% | held=predicted_bytes:MiB"
-    columns += " | measured=measured_bytes:MiB | =bytes_difference:+%"
-    verdict = f"within -{UNDER:.0%} and +{OVER:.0%}: {', '.join(right)}"
-    return tabulated("prediction", rows, columns, verdict, left=2)

@@ -1,7 +1,5 @@
 """`python -m benchmarks plan` runs to its end in a small size. No test asserts a speed."""
 
-import json
-
 import pytest
 import torch
 
@@ -12,9 +10,9 @@ from gapless.plan.profile.meter import has_expandable_segments
 
 
 @pytest.mark.slow
-def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--quick", "--rounds", "1", "--seconds", "0.01", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_every_part_runs_and_is_reported() -> None:
+    result = plan.run(quick=True, rounds=1, seconds=0.01)
+    found = result.found
     rows = found["prediction"]["rows"]
     assert [row["model"] for row in rows] == ["emulated, even", "gpt, vocabulary 256"]
     # Bytes do not depend on how busy the machine is.
@@ -25,7 +23,7 @@ def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     (place,) = found["choice"]["rows"]
     assert place["slower"] >= 0
     assert place["picked"] == min(place["predicted"], key=place["predicted"].__getitem__)
-    report = plan.told(found).text
+    report = result.text
     assert "within -5% and +10%" in report
     assert "to the best" in report
     assert "the pick within 3% of the quickest" in report

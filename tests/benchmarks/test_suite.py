@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import BENCHMARKS, ENTRIES
-from benchmarks.runner import suite
+from benchmarks.runner import all as suite
 from benchmarks.runner.command import main
+from benchmarks.runner.findings import BenchmarkResult, Figure, of_rounds
 from benchmarks.runner.outcome import Outcome, read, slower
 from benchmarks.runner.outcome import outcome as made_outcome
 from benchmarks.runner.parameters import command_of, parameters_of, parsed
 from benchmarks.runner.summary_page import render
-from benchmarks.runner.told import Figure, of_rounds
 from gapless.errors import ConfigError
 
 KEYS = ["overhead", "split"]
@@ -142,9 +142,8 @@ def test_every_benchmark_is_in_the_suite_and_tells_its_command() -> None:
 
 
 def test_where_files_were_written_is_not_stored(tmp_path: Path) -> None:
-    none = {"rows": [], "cells": 0, "skipped": {}, "wrong": {}}
-    found = made_outcome("matrix", {"keep": tmp_path, "rounds": 2}, {"keep": str(tmp_path), "rounds": 2, **none}).found
-    assert found == {"keep": None, "rounds": 2, **none}
+    found = made_outcome("matrix", {"keep": tmp_path, "rounds": 2}, BenchmarkResult({"rows": []})).found
+    assert found == {"benchmark": "matrix", "keep": None, "rounds": 2, "rows": []}
 
 
 def test_names_from_files_are_escaped_on_the_page() -> None:
