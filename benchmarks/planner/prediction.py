@@ -6,8 +6,7 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.planner import subjects
@@ -15,13 +14,11 @@ from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.findings import Found, Table, tabulated
 from benchmarks.runner.rounds import Progress, median, take_turns
-from gapless import Schedule, simulate
+from gapless import simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
-from gapless.run.program import Program
-from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
 _SESSIONS = 3
@@ -91,31 +88,11 @@ def _predicted(plan: Plan, profile: Profile) -> float:
     return float(simulate(plan.schedule, profile.contention.costs(stages.costs, plan.schedule)).makespan)
 
 
-class _Metered(Apart):
-    """Devices whose actions are weighed, each by a meter of its own."""
-
-    def __init__(self, meters: Sequence[StorageMeter]) -> None:
-        super().__init__(["cpu"] * len(meters), [meter.on for meter in meters])
-        self._meters = meters
-
-    def program(self, schedule: Schedule, stages: Mapping[int, Stage], *args: Any, **options: Any) -> Program:
-        for number, stage in stages.items():
-            meter = self._meters[schedule.placement.device(number, 0)]
-            for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, partial(_metered, meter, getattr(stage, name)))
-        return super().program(schedule, stages, *args, **options)
-
-
-def _metered(meter: StorageMeter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with meter.on():
-        return call(*args, **options)
-
-
 def peaks_of(subject: Subject, plan: Plan) -> list[int]:
     """Of each device the most bytes that its actions have made and that are there at a time."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
     inputs, target = subject.batch(plan.minibatch)
-    with subject.pipeline(plan, _Metered(meters)) as pipe:
+    with subject.pipeline(plan, Apart(["cpu"] * len(meters), [meter.on for meter in meters])) as pipe:
         pipe.step(inputs, target)
         before = [meter.live() for meter in meters]  # gradients are there by now
         for meter in meters:

@@ -15,9 +15,7 @@ bandwidth are divided too, so that the plan stays what it was.
 example: python -m benchmarks replicas --devices 8 --milliseconds 50
 """
 
-import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -25,11 +23,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.gapless_sides import sgd
+from benchmarks.peer.gapless_sides import streaming
 from benchmarks.peer.peer import Lineup
 from benchmarks.runner.findings import BenchmarkResult, cell, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Rounds
-from benchmarks.runner.rounds import Progress, Span, median, silent, take_turns
+from benchmarks.runner.rounds import Progress, median, silent, take_turns
 from gapless import Pipeline
 from gapless.plan.asynchronous.replicate import Replication, replicate
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
@@ -121,14 +119,5 @@ def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None
     mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
     pipe = Pipeline(layers, mesh=mesh, schedule=made, loss=contest.loss)
     batch = torch.zeros(1, contest.size, requires_grad=True), torch.zeros(1)
-    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat(batch))
-
-    def run() -> Span:
-        for _ in range(4 * max(made.replicas) + made.num_devices):
-            next(results)
-        start = time.perf_counter()
-        for _ in range(measured_minibatches(made)):
-            next(results)
-        return Span(start, time.perf_counter())
-
-    return pipe.schedule.text(), run
+    first = 4 * max(made.replicas) + made.num_devices
+    return pipe.schedule.text(), streaming(pipe, batch, first, measured_minibatches(made))

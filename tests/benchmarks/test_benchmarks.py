@@ -20,6 +20,7 @@ from benchmarks.scale import sizes
 from .processes import below, needs_proc
 
 pytestmark = needs_proc
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +225,11 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("split --width 6", "width is 6, but it must be a multiple of 4"),
         ("saving --width 200", "width is 200, but it must be a multiple of 3"),
         ("compile --width 642", "width is 642, but it must be a multiple of 5"),
+        ("matrix -K 2,x", "--devices 2,x is not a list of numbers above 0"),
+        ("matrix -M 1.5", "--microbatches 1.5 is not a list of numbers above 0"),
+        ("plan --parts speed", "there is no part 'speed': it is one of prediction, cuts, choice"),
+        pytest.param("plan --fit", "--fit measures on an NVIDIA GPU, and there is none here", marks=without_gpu),
+        ("all --only speed", "there is no part 'speed': it is one of emulated"),
         ("nothing", "invalid choice: 'nothing'"),
         ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),
     ],

@@ -110,11 +110,6 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
         read(file)
 
 
-def test_a_part_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["all", "--only", "speed", "--results", str(tmp_path)]) == 2
-    assert "there is no part 'speed': it is one of emulated" in capsys.readouterr().err
-
-
 def test_what_can_not_be_compared_is_said_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
