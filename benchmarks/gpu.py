@@ -109,7 +109,8 @@ def run(
     rows = [{**_row(name, taken, bounds), "peak": peaks.get(name)} for name, taken in seconds.items()]
     found, done = best(seconds), min(map(len, seconds.values()))
     found |= {"skipped": skipped, "refused": lineup.refused, "done": done, "limit": limits.get("")}
-    verdict = [f"{word}: {name}: {why}" for word in ("skipped", "refused") for name, why in found[word].items()]
+    verdict = [f"left out: {name}: {why}" for name, why in skipped.items()]
+    verdict += [f"refused: {name}: {why}" for name, why in lineup.refused.items()]
     if done < rounds:
         verdict += [f"{done} of {rounds} rounds are done: the same command goes on"]
     title = f"{model} of {layers} layers, width {width}, {microbatches} microbatches of {tokens} tokens, {precision}"

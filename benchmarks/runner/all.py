@@ -31,18 +31,18 @@ def run(
     results: Annotated[Path, "where results are kept, a folder for each run; a stopped run goes on"] = Path(
         "gapless-results"
     ),
-    compare: Annotated[Path, "say what got slower than in this run, if it is not the last one"] = Path(),
+    compare: Annotated[Path | None, "say what got slower than in this run (default: the last)", Path] = None,
     only: Annotated[tuple[str, ...], "only these parts", one_of("part", *ENTRIES)] = tuple(ENTRIES),
     quick: Annotated[bool, "small sizes, to see that everything runs"] = False,
     progress: Progress = silent,
 ) -> BenchmarkResult:
     """Says what is done as it goes; what was done is kept also where it is stopped."""
-    if compare != Path() and not compare.is_dir():
+    if compare and not compare.is_dir():
         raise ConfigError(f"there is no folder {str(compare)[:200]} to compare with: give the folder of a run")
     keys = [key for key in ENTRIES if key in only]
     runs = Runs(results)
     folder, goes_on = runs.open(keys, quick=quick)
-    earlier = runs.before(folder) if compare == Path() else compare
+    earlier = compare or runs.before(folder)
     before = stored(earlier) if earlier else None  # looked at before the work, not after
     if goes_on:
         terminal.say(f"going on with the run in {folder}: {len(stored(folder))} of {len(keys)} parts are done")

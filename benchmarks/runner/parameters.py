@@ -6,7 +6,7 @@ benchmarks have are here.
     float             a number in the `Between` that stands beside the type
     bool              a switch: --name where the default is False, --no-name where it is True
     tuple[str, ...]   words with commas between them
-    Path | None       a file to write
+    Path | None       a file to write; with `Path` beside the type a folder
     Path              a folder
 """
 
@@ -113,7 +113,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
         float: (notes[0] if notes else float, "X"),
         str: (str, "NAME"),
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
-        Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
+        Path | None: (Path, "FOLDER") if notes else (lambda text: Path(asked.file_to_write(text)), "FILE"),
         Path: (Path, "FOLDER"),
     }
     flags = f"--{name} -{letter}" if letter else f"--{name}"
