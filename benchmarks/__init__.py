@@ -19,9 +19,9 @@ gpipe/       the tables of GPipe and of zero bubble: largest, offload, throughpu
              overlap
 planner/     is the planner right? plan and replicas
 
-A benchmark has a file with `run`, which measures and returns JSON values, and `told`, which makes figures and tables of
-them. `run` takes `progress`, and what else it takes are its options, annotated as `runner.parameters` says. The
-docstring of the file is its help. The benchmark is an entry of benchmarks.toml.
+A benchmark has a file with `run`, which measures and returns a `BenchmarkResult`: JSON values, figures and tables.
+`run` takes `progress`, and what else it takes are its options, annotated as `runner.parameters` says. The docstring of
+the file is its help. The benchmark is an entry of benchmarks.toml.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.findings import BenchmarkResult, duel, of_rounds
 from benchmarks.runner.parameters import Between, Devices, Microbatches, Rounds, Steps
-from benchmarks.runner.rounds import Progress, fight, quotients, silent, timed
-from benchmarks.runner.told import Found, Told, of_rounds, told_duel
-from gapless.pipeline.pipeline import Pipeline
+from benchmarks.runner.rounds import Progress, fight, silent, timed
+from gapless import Pipeline
 from gapless.units import show_count
 
 
@@ -30,8 +30,10 @@ def run(
     steps: Steps = 2,
     rounds: Rounds = 5,
     progress: Progress = silent,
-) -> Found:
-    """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
+) -> BenchmarkResult:
+    """On the GPU if there is one: both times, the gain, and what had to be spent on compiling before. Of the two
+    warm-up rounds the first one compiles.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = small_gpt(width, depth, vocab, length, heads=max(4, width // 128), dropout=dropout)
     inputs, target = (each.to(device) for each in model.batch(microbatches * samples))
@@ -48,16 +50,11 @@ def run(
     with Pipeline(layers, **common) as eager, Pipeline(layers, compile={"backend": backend}, **common) as compiled:
         ours, theirs = (timed(lambda pipe=pipe: step(pipe), steps) for pipe in (compiled, eager))  # type: ignore[misc]
         found = fight(ours, "eager", theirs, rounds, progress, warmup=2)
-        cold = compiled.compile_seconds
+        found |= {"compile_seconds": compiled.compile_seconds}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return found | {"device": name, "target": 1.0, "compile_seconds": cold}
-
-
-def told(found: Found) -> Told:
-    """Both times, the gain, and what had to be spent on compiling before."""
-    gains = quotients(found["rounds"]["eager"], found["rounds"]["gapless"])
-    layers, precision = show_count(found["depth"], "layer"), "bfloat16 by autocast" if found["bf16"] else "float32"
-    title = f"gpt of {layers}, width {{width}}, dropout {{dropout:g}}, {precision}, {{device}}\n{{devices}} devices, "
-    title += "{microbatches} microbatches of {samples} x {length} tokens, after {compile_seconds:.1f} s of compiling"
-    figure = of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU")
-    return told_duel(title, found, figure, ours="compiled")
+    precision = "bfloat16 by autocast" if bf16 else "float32"
+    title = f"gpt of {show_count(depth, 'layer')}, width {width}, dropout {dropout:g}, {precision}, {name}\n{devices} "
+    title += f"devices, {microbatches} microbatches of {samples} x {length} tokens, after "
+    title += f"{found['compile_seconds']:.1f} s of compiling"
+    figure = of_rounds("faster than eager layers by", found["gains"], "x", "more", "at least 1 on a GPU")
+    return duel(title, {**found, "device": name}, figure, ours="compiled")

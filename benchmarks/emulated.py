@@ -20,9 +20,9 @@ from typing import Annotated, Any
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import has_steps
 from benchmarks.peer.peer import Lineup
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
 from benchmarks.runner.rounds import Progress, best, median, quotients, silent, take_turns
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless import Schedule, make_schedule, simulate
 from gapless.schedule.action import Kind
 
@@ -41,8 +41,10 @@ def run(
     torchrun: Annotated[bool, "run each device in its own process, over Gloo, as torchrun does"] = False,
     peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
     progress: Progress = silent,
-) -> Found:
-    """Ours and torch's take turns; a row for each says what was run, its bound and its median step."""
+) -> BenchmarkResult:
+    """Ours and torch's take turns; a row for each says what was run, its bound and its median step. What counts is the
+    efficiency of each, and how much faster our best is than torch's.
+    """
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000, size=size)
     with Lineup(contest, progress) as lineup:
         if torchrun:
@@ -52,54 +54,41 @@ def run(
         if peer:
             lineup.add_ranks("torch", PEERS)
         seconds = take_turns(lineup.contestants, rounds, progress)
+    rows, figures, found = [], [], best(seconds)
+    for name, taken in seconds.items():
+        by, _, recipe = name.partition(" ")
+        rows.append(_row(by, recipe, contest, lineup.schedules[name], taken))
+        known = _MEANT.get(recipe) if by == "gapless" and milliseconds == 5 else None
+        meant = f"at least {known[torchrun]:.0%}" if known else ""
+        shares = [rows[-1]["bound"] / each for each in taken]
+        figures.append(of_rounds(f"efficiency of {name}", shares, "share", "more", meant, by))
+    if found["faster"] is not None:
+        gains = quotients(seconds[found["best_of_torch"]], seconds[found["best"]])
+        figures.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
     refused = {name.partition(" ")[2]: why for name, why in lineup.refused.items()}
-    rows = [_row(name, contest, lineup.schedules[name], values) for name, values in seconds.items()]
-    return {"rows": rows, "refused": refused, **best(seconds)}
+    verdict = [*(f"torch's {name} is left out: {why}" for name, why in refused.items()), *found["verdict"]]
+    columns = "schedule | by | stages | step=seconds:ms | bound:ms | efficiency:% | useful:% | =passes"
+    title = f"{contest.title(', a process each' * torchrun)}; medians of {rounds}"
+    table = tabulated(title, rows, columns, *verdict, left=2)
+    return BenchmarkResult({"rows": rows, "refused": refused, **found}, figures, [table])
 
 
-def _row(name: str, contest: Contest, schedule: Schedule, seconds: list[float]) -> dict[str, Any]:
-    by, _, recipe = name.partition(" ")
+def _row(by: str, recipe: str, contest: Contest, schedule: Schedule, seconds: list[float]) -> dict[str, Any]:
     bound = work = 3 * contest.seconds * contest.microbatches  # no device can do less than its own F, I and W
-    passes = {"fused": 0, "split": 0, "backwards": 0}
+    passes = ""
     if has_steps(recipe):
         predicted = simulate(schedule, contest.costs)
         bound, work = float(predicted.makespan), float(predicted.work)
         stated = make_schedule(recipe, devices=contest.devices, microbatches=contest.microbatches, costs=contest.costs)
         here, there = _whole(schedule), _whole(stated)
-        passes = {"fused": len(here - there), "split": len(there - here)}
-        passes["backwards"] = schedule.num_stages * schedule.num_microbatches
-    found = {"by": by, "schedule": recipe, "stages": schedule.num_stages, "rounds": seconds, "seconds": median(seconds)}
-    return {**found, "bound": bound, "efficiency": bound / median(seconds), "useful": work / median(seconds), **passes}
+        count = schedule.num_stages * schedule.num_microbatches
+        words = {"fused": len(here - there), "split": len(there - here)}
+        passes = ", ".join(f"{some} of {count} backwards {word}" for word, some in words.items() if some)
+    step = median(seconds)
+    found = {"by": by, "schedule": recipe, "stages": schedule.num_stages, "rounds": seconds, "seconds": step}
+    return {**found, "bound": bound, "efficiency": bound / step, "useful": work / step, "passes": passes}
 
 
 def _whole(schedule: Schedule) -> set[tuple[int, int]]:
     """The backwards that run as one B."""
     return {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind is Kind.BACKWARD}
-
-
-def told(found: Found) -> Told:
-    """A row for each schedule and side, what torch refuses, and which side has the fastest. What counts is the
-    efficiency of each, and how much faster our best is than torch's.
-    """
-    rows, figures = [], []
-    for row in found["rows"]:
-        passes = [f"{row[word]} of {row['backwards']} backwards {word}" for word in ("fused", "split") if row[word]]
-        rows.append({**row, "passes": ", ".join(passes)})
-        meant = ""
-        if row["by"] == "gapless" and found["milliseconds"] == 5 and row["schedule"] in _MEANT:
-            meant = f"at least {_MEANT[row['schedule']][found['torchrun']]:.0%}"
-        shares = [row["bound"] / seconds for seconds in row["rounds"]]
-        name = f"efficiency of {row['by']} {row['schedule']}"
-        figures.append(of_rounds(name, shares, "share", "more", meant, row["by"]))
-    verdict = [f"torch's {name} is left out: {why}" for name, why in found["refused"].items()]
-    if found["faster"] is not None:
-        ours, theirs = found["best"], found["best_of_torch"]
-        rounds = {f"{row['by']} {row['schedule']}": row["rounds"] for row in rows}
-        gains = quotients(rounds[theirs], rounds[ours])
-        figures.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
-        verdict.append(f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x")
-    size = f" of {4 * found['size'] / 1e6:.2g} MB" if found["size"] >= 1000 else ""
-    title = f"{{devices}} emulated devices{', a process each' * found['torchrun']}, {{microbatches}} microbatches{size}"
-    title += f", {{milliseconds:g}} ms for each F, I and W of a device; medians of {len(rows[0]['rounds'])}"
-    columns = "schedule | by | stages | step=seconds:ms | bound:ms | efficiency:% | useful:% | =passes"
-    return Told(figures, [tabulated(title.format_map(found), rows, columns, *verdict, left=2)])

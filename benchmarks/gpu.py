@@ -37,9 +37,9 @@ import torch
 
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Lineup, Peer
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width, one_of
-from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
+from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent, take_turns
 from gapless import make_schedule, simulate
 from gapless.errors import ConfigError
 from gapless.units import show_count
@@ -69,8 +69,8 @@ def run(
     keep: Annotated[Path | None, "file that keeps the rounds; the same command goes on from it"] = None,
     minutes: Annotated[float, "with --keep: start no round after so many minutes", Between(0.1, 1000)] = 6.0,
     progress: Progress = silent,
-) -> Found:
-    """All take turns; a row for each says its bound and its median step."""
+) -> BenchmarkResult:
+    """All take turns; a row for each says its bound and its median step, and then which side has the fastest."""
     if not torch.cuda.is_available():
         raise ConfigError("the benchmark gpu needs an NVIDIA GPU, and there is none; emulated needs none")
     if layers % (2 * ranks):
@@ -95,36 +95,44 @@ def run(
     gpu = torch.cuda.get_device_properties(0).name
     kept = KeptRounds(keep, {**dataclasses.asdict(contest), "names": names, "peer": peer, "gpu": gpu}, minutes)
     with _cut_into(ranks, skipped) as environment, Lineup(contest, progress, environment=environment) as lineup:
-        if model == "llama":  # its parts are alike, so the bubbles are those of the schedules
-            sizes = {"devices": ranks, "microbatches": microbatches}
-            bubbles = {each: simulate(make_schedule(each, **sizes)).bubble for each in schedules}
-            kept.facts["bubbles"] = {name: float(bubbles[each]) for (each, _), name in timed.items()}
-        elif "bubbles" not in kept.facts:
-            progress("timing the actions")
-            with Peer(contest, list(timed.values()), "gapless", environment) as clocked:
-                for name in clocked.schedules:  # before the others, which need its memory
-                    clocked.step(name, 2)
-            kept.facts["bubbles"] = clocked.bubbles
+        bubbles = kept.facts["bubbles"] = kept.facts.get("bubbles") or _bubbles(contest, timed, environment, progress)
         alone = ("whole",) if model == "gpt" else ()
         if parts:
             lineup.add_ranks("parts", (*alone, *(f"parts{mode}" for mode in modes)), "")
         lineup.add_ranks("gapless", names)
         if peer:
             lineup.add_ranks("torch", peers)
-        seconds = kept.take_turns(lineup.contestants, rounds, progress)
+        seconds = take_turns(lineup.contestants, rounds, progress, kept=kept)
         peaks = lineup.peaks
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes if parts}
-    bubbles = kept.facts["bubbles"]
     bounds = {key: limits[key[1]] / (1 - bubbles[name]) for key, name in timed.items() if parts and name in bubbles}
-    return {
-        "rows": [{**_row(name, values, bounds), "peak": peaks.get(name)} for name, values in seconds.items()],
-        "limit": limits.get(""),
-        "skipped": skipped,
-        "refused": lineup.refused,
-        "done": min(map(len, seconds.values())),
-        "parts_of": _parts_of(ranks if environment else 1),
-        **best(seconds),
-    }
+    rows = [{**_row(name, taken, bounds), "peak": peaks.get(name)} for name, taken in seconds.items()]
+    found, done = best(seconds), min(map(len, seconds.values()))
+    found |= {"skipped": skipped, "refused": lineup.refused, "done": done, "limit": limits.get("")}
+    verdict = [f"left out: {name}: {why}" for name, why in skipped.items()]
+    verdict += [f"refused: {name}: {why}" for name, why in lineup.refused.items()]
+    if done < rounds:
+        verdict += [f"{done} of {rounds} rounds are done: the same command goes on"]
+    title = f"{model} of {layers} layers, width {width}, {microbatches} microbatches of {tokens} tokens, {precision}"
+    title += f"{', compiled' * compile}, {ranks} ranks"
+    found["parts_of"] = _parts_of(ranks if environment else 1)
+    columns = "schedule=what | by=who | over=transport | step=seconds:ms | bound:ms | efficiency:% | peak:MiB"
+    more: Any = {"note": f"{found['parts_of']}; medians of {done}.", "left": 3, "in_docs": True}
+    table = tabulated(title, rows, columns, *verdict, *found["verdict"], **more)
+    figures = [of_rounds(row["name"], row["rounds"], by=row["by"].split()[0]) for row in rows]
+    return BenchmarkResult({"rows": rows, **found}, figures, [table])
+
+
+def _bubbles(contest: Contest, timed: Mapping[Any, str], environment: Mapping[str, str], progress: Progress) -> Any:
+    """By name; a llama's parts are alike, so its bubbles are those of the schedules."""
+    if contest.kind == "llama":
+        sizes: Any = {"devices": contest.devices, "microbatches": contest.microbatches}
+        return {name: float(simulate(make_schedule(each, **sizes)).bubble) for (each, _), name in timed.items()}
+    progress("timing the actions")
+    with Peer(contest, list(timed.values()), "gapless", environment) as clocked:
+        for name in clocked.schedules:  # before the others, which need its memory
+            clocked.step(name, 2)
+    return clocked.bubbles
 
 
 def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
@@ -133,10 +141,12 @@ def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float
     transport, _, how = transport.partition(" ")
     if by == "parts":
         schedule, how = "", what
-    found = {"by": f"{by} {how}".strip(), "schedule": schedule, "transport": transport, "seconds": median(seconds)}
-    bound = bounds.get((schedule, " graphed" if how == "graphed" else ""))
-    more = {} if bound is None else {"bound": bound, "efficiency": bound / median(seconds)}
-    return {**found, **more, "rounds": seconds}
+    by = f"{by} {how}".strip()
+    row = {"by": by, "schedule": schedule, "transport": transport, "seconds": median(seconds), "rounds": seconds}
+    row |= {"who": by, "what": schedule} if schedule else {"who": "", "what": by}
+    if (bound := bounds.get((schedule, " graphed" if how == "graphed" else ""))) is not None:
+        row |= {"bound": bound, "efficiency": bound / median(seconds)}
+    return {"name": " ".join(filter(None, (by, schedule, transport))), **row}
 
 
 def _without_nccl(ranks: int) -> str:
@@ -183,27 +193,3 @@ def _parts_of(ranks: int) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         clocks = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
     return f"{found.name}, {share} of {found.multi_processor_count} multiprocessors for each rank, clocks {clocks}"
-
-
-def told(found: Found) -> Told:
-    """The step of every contestant, and which side has the fastest."""
-    verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
-    if found["done"] < found["rounds"]:
-        verdict += [f"{found['done']} of {found['rounds']} rounds are done: the same command goes on"]
-    if found["faster"] is not None:
-        ours, theirs = found["best"], found["best_of_torch"]
-        verdict += [f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
-    title = (
-        f"{found['model']} of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches "
-        f"of {found['tokens']} tokens, {found['precision']}{', compiled' * found['compile']}, {found['ranks']} ranks"
-    )
-    figures, rows = [], []
-    for row in found["rows"]:
-        by, what = (row["by"], row["schedule"]) if row["schedule"] else ("", row["by"])
-        rows.append({**row, "who": by, "what": what})
-        name = " ".join(filter(None, (row["by"], row["schedule"], row["transport"])))
-        figures.append(of_rounds(name, row["rounds"], by=row["by"].split()[0]))
-    note = f"{found['parts_of']}; medians of {found['done']}."
-    columns = "schedule=what | by=who | over=transport | step=seconds:ms | bound:ms | efficiency:% | peak:MiB"
-    return Told(figures, [tabulated(title, rows, columns, *verdict, note=note, left=3, in_docs=True)])

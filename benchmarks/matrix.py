@@ -25,9 +25,9 @@ from typing import Annotated, Any
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.other_sides import ALL, TORCHGPIPE_NOTE, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
+from benchmarks.runner.findings import BenchmarkResult, Figure, Found, cell, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Rounds, Schedules, numbers
 from benchmarks.runner.rounds import KeptRounds, Progress, Taken, median, quotients, silent, take_turns, within
-from benchmarks.runner.told import Figure, Found, Told, cell, of_rounds, tabulated
 from gapless.schedule.simulate import simulate
 
 SIDES = ("gapless", "gapless, ranks", "torch", "torchgpipe")
@@ -46,7 +46,7 @@ def run(
     keep: Annotated[Path | None, "file that keeps the cells; the same command goes on from it"] = None,
     minutes: Annotated[float, "with --keep: start no cell after so many minutes", Between(0.1, 1000)] = 1000.0,
     progress: Progress = silent,
-) -> Found:
+) -> BenchmarkResult:
     """A row for each cell: the best of each side with its rounds."""
     lists = (numbers("devices", devices), numbers("microbatches", microbatches), numbers("times", times, whole=False))
     cells = {f"K = {K:g}, M = {M:g}, {ms:g} ms": (K, M, ms) for K, M, ms in sorted(itertools.product(*lists))}
@@ -68,7 +68,7 @@ def run(
             kept.facts[name] = row
             kept.write()
     rows = [{"cell": name, **kept.facts[name]} for name in cells if name in kept.facts]
-    return {"rows": rows, "cells": len(cells), "skipped": skipped, "wrong": wrong}
+    return shown(rows, len(cells), skipped, wrong)
 
 
 def _cell(contest: Contest, schedules: Sequence[str], sides: list[SideName], rounds: int, progress: Progress) -> Found:
@@ -124,30 +124,29 @@ def gain(row: Mapping[str, Any], side: str) -> list[float]:
     return quotients(min(_peers(row), key=median), row["rounds"][row["best"][side]])
 
 
-def told(found: Found) -> Told:
+def shown(rows: list[Found], cells: int, skipped: Mapping[str, str], wrong: Mapping[str, str]) -> BenchmarkResult:
     """A line for each cell, how many of them are won, and the gain in each."""
-    rows, figures, verdict = found["rows"], [], []
+    lines = [{**dict.fromkeys(SIDES, "-"), "cell": row["cell"]} for row in rows]
+    figures, verdict = [], []
     for side in SIDES[:2]:
         wins = sum(won(row, side) for row in rows)
         verdict += [f"{side}: {wins} of {len(rows)} cells won"] if rows else []
-        figures.append(Figure(f"cells won of {len(rows)}, {side}", wins, "count", meant=f"all {found['cells']}"))
-        for row in rows:
-            meant = "at least 1.4" if row["cell"] == "K = 8, M = 16, 5 ms" else "above 1"
-            figures.append(of_rounds(f"{row['cell']}, {side}: faster by", gain(row, side), "x", "more", meant))
-    verdict += [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    verdict += [f"measured wrong, run again: {name}: {why}" for name, why in found["wrong"].items()]
-    if len(rows) < found["cells"]:
-        verdict.append(f"{len(rows)} of {found['cells']} cells are there: the same command goes on")
+        figures.append(Figure(f"cells won of {len(rows)}, {side}", wins, "count", meant=f"all {cells}"))
+        for row, line in zip(rows, lines, strict=True):
+            line |= {
+                each: f"{name.rpartition(' ')[2]} {cell(row['rounds'][name], 'ms')}"
+                for each, name in row["best"].items()
+            }
+            meant, gains = "at least 1.4" if row["cell"] == "K = 8, M = 16, 5 ms" else "above 1", gain(row, side)
+            figures.append(of_rounds(f"{row['cell']}, {side}: faster by", gains, "x", "more", meant))
+            line[f"{side} gain"] = f"{median(gains):.2f}x, {'' if won(row, side) else 'not '}won"
+    verdict += [f"left out: {name}: {why}" for name, why in skipped.items()]
+    verdict += [f"measured wrong, run again: {name}: {why}" for name, why in wrong.items()]
+    if len(rows) < cells:
+        verdict.append(f"{len(rows)} of {cells} cells are there: the same command goes on")
     note = "One process and ranks: our best schedule. won: no round of ours is as slow as the quickest of any peer."
-    cells = []
-    for row in rows:
-        shown = {**dict.fromkeys(SIDES, "-"), **row}
-        for side, name in row["best"].items():
-            shown[side] = f"{name.rpartition(' ')[2]} {cell(median(row['rounds'][name]), 'ms')}"
-        for side in SIDES[:2]:
-            shown[f"{side} gain"] = f"{median(gain(row, side)):.2f}x, {'' if won(row, side) else 'not '}won"
-        cells.append(shown)
     columns = "cell | one process=gapless | ranks=gapless, ranks | torch's best=torch | torchgpipe"
     columns += " | one process=gapless gain | ranks=gapless, ranks gain"
     title = "Our best against every peer's best, emulated devices"
-    return Told(figures, [tabulated(title, cells, columns, *verdict, note=note, in_docs=True)])
+    table = tabulated(title, lines, columns, *verdict, note=note, in_docs=True)
+    return BenchmarkResult({"rows": rows, "cells": cells, "skipped": skipped, "wrong": wrong}, figures, [table])

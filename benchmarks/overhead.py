@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.findings import BenchmarkResult, duel, of_rounds
 from benchmarks.runner.parameters import Microbatches, Rounds
-from benchmarks.runner.rounds import Progress, fight, quotients, ratio, silent, timed
-from benchmarks.runner.told import Found, Told, of_rounds, told_duel
-from gapless.pipeline.pipeline import Pipeline
+from benchmarks.runner.rounds import Progress, fight, median, quotients, silent, timed
+from gapless import Pipeline
 from gapless.stage.batch.plain import plain_step
 from gapless.stage.intra_op import intra_op_threads
 from gapless.units import show_count
@@ -27,8 +27,8 @@ def run(
     threads: Annotated[int, "intra-op threads of both"] = 1,
     rounds: Rounds = 11,
     progress: Progress = silent,
-) -> Found:
-    """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
+) -> BenchmarkResult:
+    """The plain loop and a pipeline of one device on the same GPT; their losses are compared first, bit by bit."""
     with intra_op_threads(threads):
         model = small_gpt(width, depth, length=length)
         inputs, target = model.batch(batch)
@@ -43,16 +43,9 @@ def run(
             assert mine is not None
             same = torch.equal(mine, plain())
             found = fight(timed(lambda: pipe.step(inputs, target)), "plain", timed(plain), rounds, progress)
-    found["ratio"] = ratio(found["rounds"]["gapless"], found["rounds"]["plain"])  # a cost, and no gain
-    return found | {"same_bits": same, "target": 1.03}
-
-
-def told(found: Found) -> Told:
-    """Both times and their ratio, under whether the losses were bit-identical."""
-    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])
-    bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
-    counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
-    layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
-    title = f"gpt of {layers}, width {{width}}, {{batch}} x {{length}} tokens, {parts}, {threads}, {bits}"
-    figure = of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")
-    return told_duel(title, found, figure)
+    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])  # no gain
+    parts, cores = show_count(microbatches, "microbatch"), show_count(threads, "thread")
+    title = f"gpt of {show_count(depth, 'layer')}, width {width}, {batch} x {length} tokens, {parts}, {cores}, "
+    title += "the same bits" if same else "DIFFERENT losses"
+    figure = of_rounds("ratio to the plain loop", costs, "x", "less", "at most 1.03")
+    return duel(title, {**found, "ratio": median(costs), "same_bits": same}, figure)

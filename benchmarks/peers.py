@@ -18,14 +18,14 @@ example: python -m benchmarks peers --devices 2 --sizes light
 """
 
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated
 
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.other_sides import ALL, missing_torchgpipe
 from benchmarks.peer.peer import Lineup, SideName
+from benchmarks.runner.findings import BenchmarkResult, cell, of_rounds, tabulated
 from benchmarks.runner.parameters import Devices, Microbatches, Rounds, Schedules, one_of
 from benchmarks.runner.rounds import Progress, best, median, ratio, silent, take_turns, within
-from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.errors import ConfigError
 from gapless.stage.intra_op import intra_op_threads
 from gapless.units import show_count
@@ -43,8 +43,8 @@ def run(
     sizes: Annotated[tuple[str, ...], "which sizes: light, heavy", one_of("size", *_SIZES)] = tuple(_SIZES),
     rounds: Rounds = 7,
     progress: Progress = silent,
-) -> Found:
-    """A row for each size and way."""
+) -> BenchmarkResult:
+    """The step of each way, the quickest first, and for each size our best against torch's best, by the medians."""
     if layers % 2:
         raise ConfigError(
             f"{show_count(layers, 'layer')} can't be cut into 2 stages for each device: choose an even number"
@@ -55,40 +55,27 @@ def run(
     sides["fsdp"] = ("fsdp2",)
     if "torchgpipe" not in skipped:
         sides["torchgpipe"] = ("gpipe",)
-    rows: list[dict[str, Any]] = []
-    with intra_op_threads(1):
-        for size in sizes:
-            width, samples = _SIZES[size]
-            contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
-            at = within(progress, size)
-            with Lineup(contest, at) as lineup:
-                lineup.add_here(schedules, "gapless, one process", on_all_cores=True)
-                for side, names in sides.items():
-                    lineup.add_ranks(side, names, {"parts": "", "gapless": "gapless, ranks"}.get(side))
-                ways = {_NAMES.get(name, name): way for name, way in lineup.contestants.items()}
-                seconds = take_turns(ways, rounds, at)
-            skipped |= {f"{_NAMES.get(name, name)}, {size}": why for name, why in lineup.refused.items()}
-            for way, values in seconds.items():
-                of_limit = ratio(seconds["copies"], values)
-                rows.append({"size": size, "way": way, "rounds": values, "of_limit": of_limit})
-    return {"rows": rows, "skipped": skipped}
-
-
-def told(found: Found) -> Told:
-    """The step of each way, the quickest first, and for each size our best against torch's best, by the medians."""
-    rows, verdict = [], []
-    for size in dict.fromkeys(row["size"] for row in found["rows"]):
-        taken = {row["way"]: row["rounds"] for row in found["rows"] if row["size"] == size}
-        if (sides := best(taken))["faster"] is not None:
-            times = median(taken[sides["best_of_torch"]]) / median(taken[sides["best"]])
-            verdict.append(f"{size}: {sides['best']} is {times:.2f} times as fast as {sides['best_of_torch']}.")
-        own = sorted((row for row in found["rows"] if row["size"] == size), key=lambda row: median(row["rounds"]))
-        between = [" to ".join(cell(end(row["rounds"]), "ms.2") for end in (min, max)) for row in own]
-        rows += [{**row, "between": ends} for row, ends in zip(own, between, strict=True)]
-    whose = {row["way"]: "gapless" if "gapless" in row["way"] else "other" for row in rows}
-    figures = [of_rounds(f"{row['size']}: {row['way']}", row["rounds"], by=whose[row["way"]]) for row in found["rows"]]
-    note = " ".join([*verdict, *(f"{name}: {why}." for name, why in found["skipped"].items())])
-    ranks, parts = show_count(found["devices"], "rank"), show_count(found["microbatches"], "microbatch")
+    rows, figures, verdict = [], [], list[str]()
+    for size in sizes:
+        width, samples = _SIZES[size]
+        contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
+        at = within(progress, size)
+        with intra_op_threads(1), Lineup(contest, at) as lineup:
+            lineup.add_here(schedules, "gapless, one process", on_all_cores=True)
+            for side, names in sides.items():
+                lineup.add_ranks(side, names, {"parts": "", "gapless": "gapless, ranks"}.get(side))
+            ways = {_NAMES.get(name, name): way for name, way in lineup.contestants.items()}
+            seconds = take_turns(ways, rounds, at)
+        skipped |= {f"{_NAMES.get(name, name)}, {size}": why for name, why in lineup.refused.items()}
+        verdict += [f"{size}: {told}." for told in best(seconds)["verdict"]]
+        for way, taken in sorted(seconds.items(), key=lambda pair: median(pair[1])):
+            between = " to ".join(cell(end(taken), "ms.2") for end in (min, max))
+            row = {"size": size, "way": way, "rounds": taken, "of_limit": ratio(seconds["copies"], taken)}
+            rows.append({**row, "between": between})
+            figures.append(of_rounds(f"{size}: {way}", taken, by="gapless" if "gapless" in way else "other"))
+    note = " ".join([*verdict, *(f"{name}: {why}." for name, why in skipped.items())])
+    ranks, parts = show_count(devices, "rank"), show_count(microbatches, "microbatch")
     title = f"Every way to train on {ranks}, {parts}, quickest first"
     columns = "size | way | step=rounds:ms.2 | rounds=between | of the limit=of_limit:%.0"
-    return Told(figures, [tabulated(title, rows, columns, note=note, left=2, in_docs=True)])
+    table = tabulated(title, rows, columns, note=note, left=2, in_docs=True)
+    return BenchmarkResult({"rows": rows, "skipped": skipped}, figures, [table])

@@ -13,14 +13,14 @@ from typing import Annotated
 import torch
 
 from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.findings import BenchmarkResult, cell, of_rounds, tabulated
 from benchmarks.runner.parameters import Devices, Microbatches, Rounds
-from benchmarks.runner.rounds import Progress, median, quotients, silent, timed
-from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
+from benchmarks.runner.rounds import Progress, quotients, silent, timed
+from gapless import Pipeline
 from gapless.checkpoint import Checkpoints
-from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
 
-STALL = 0.05
+STALL, _TEMPORARY = 0.05, Path(tempfile.gettempdir())
 
 
 def run(
@@ -32,10 +32,12 @@ def run(
     samples: Annotated[int, "samples in a microbatch"] = 2,
     length: Annotated[int, "tokens in a sample"] = 128,
     rounds: Rounds = 7,
-    folder: Annotated[Path | None, "save to a new folder in this one; by default where temporary files go"] = None,
+    folder: Annotated[Path, "save to a new folder in this one"] = _TEMPORARY,
     progress: Progress = silent,
-) -> Found:
-    """Each round saves once, and takes as many steps without a save, before it or after it."""
+) -> BenchmarkResult:
+    """Each round saves once, and takes as many steps without a save, before it or after it. The times, and the stall as
+    a share of a step.
+    """
     torch.manual_seed(0)
     model = small_gpt(width, depth, 2048, length, heads=max(width // 64, 1), dropout=0.1)
     batch = model.batch(samples * microbatches)
@@ -74,21 +76,14 @@ def run(
             added.append(seconds - count * step[-1])
         checkpoints.wait()
         size = checkpoints.saved[-1].size
-    stalls = quotients(added, step)
-    times = {"step": median(step), "call": median(call), "added": median(added)}
     weights = sum(each.nbytes for each in pipe.parameters())
-    return {"weights": weights, "size": size, **times, "stall": median(stalls), "stalls": stalls}
-
-
-def told(found: Found) -> Told:
-    """The times, and the stall as a share of a step."""
-    weights, size = (cell(found[key], "MiB.0") for key in ("weights", "size"))
-    title = f"a GPT of {weights} on {found['devices']} devices, {found['microbatches']} microbatches, checkpoints of "
-    title += f"{size}; medians of {len(found['stalls'])} rounds"
-    names = {"step": "step", "call": "call of save", "added": "added until the save has ended"}
-    rows = [{"": name, "time": found[key]} for key, name in names.items()]
-    stall, target, *spread = (cell(each, "+%") for each in (found["stall"], STALL, *sorted(found["stalls"])))
+    stalls = quotients(added, step)
+    title = f"a GPT of {cell(weights, 'MiB.0')} on {devices} devices, {microbatches} microbatches, checkpoints of "
+    title += f"{cell(size, 'MiB.0')}; medians of {rounds} rounds"
+    rows = {"step": step, "call of save": call, "added until the save has ended": added}
+    stall, target, *spread = (cell(each, "+%") for each in (stalls, STALL, *sorted(stalls)))
     verdict = f"stall {stall} of a step (target: below {target}); rounds: {', '.join(spread)}"
+    table = tabulated(title, [{"": name, "time": taken} for name, taken in rows.items()], " | time:ms", verdict)
     name = "time a save in the background adds, of one step"
-    figure = of_rounds(name, found["stalls"], "share", "less", f"below {STALL:.0%}")
-    return Told([figure], [tabulated(title, rows, " | time:ms", verdict)])
+    figure = of_rounds(name, stalls, "share", "less", f"below {STALL:.0%}")
+    return BenchmarkResult({"weights": weights, "size": size, **rows, "stalls": stalls}, [figure], [table])

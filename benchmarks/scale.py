@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
+from benchmarks.runner.findings import BenchmarkResult, Figure, tabulated
 from benchmarks.runner.parameters import Schedule
 from benchmarks.runner.rounds import Progress, silent
-from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless import GaplessError, make_schedule, simulate, verify
 from gapless.errors import ConfigError
 
@@ -36,11 +36,13 @@ def run(
     smallest: Annotated[int, "devices to begin with; they double"] = 16,
     largest: Annotated[int, "devices to end with; microbatches are 4 times as many, at most 1024"] = 1024,
     progress: Progress = silent,
-) -> Found:
-    """A row for each size, measured in a process of its own."""
+) -> BenchmarkResult:
+    """A row for each size, measured in a process of its own, and how far the time per action is from staying the
+    same.
+    """
     if smallest > largest:
         raise ConfigError(f"--smallest {smallest} is above --largest {largest}")
-    rows = []
+    rows, figures = [], []
     for devices, microbatches in sizes(smallest, largest):
         progress(f"{devices} devices, {microbatches} microbatches")
         try:
@@ -49,7 +51,16 @@ def run(
         except (GaplessError, BrokenProcessPool) as error:
             why = "its process has ended; out of memory?" if isinstance(error, BrokenProcessPool) else str(error)
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
-    return {"rows": rows}
+        each = rows[-1]["microseconds_per_action"]
+        figures.append(Figure(f"all three, K = {devices}, M = {microbatches}", rows[-1]["total"], "s"))
+        figures.append(Figure(f"per action, K = {devices}", each, "us", meant="flat"))
+    more, growth = (rows[-1][key] / rows[0][key] for key in ("actions", "microseconds_per_action"))
+    verdict = [f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
+    columns = "K=devices | M=microbatches | actions:, | generate:s | verify:s | simulate:s | total:s"
+    columns += " | us per action=microseconds_per_action:,.2 | peak memory=peak_bytes:MiB.0"
+    title = f"{schedule}, K devices, M microbatches"
+    table = tabulated(title, rows, columns, *(verdict if len(rows) > 1 else []), left=0)
+    return BenchmarkResult({"rows": rows}, figures, [table])
 
 
 def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
@@ -74,18 +85,3 @@ def peak_bytes() -> int:
         return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def told(found: Found) -> Told:
-    """A row for each size, measured once, and how far the time per action is from staying the same."""
-    rows, figures = found["rows"], []
-    for row in rows:
-        size, each = f"K = {row['devices']}", row["microseconds_per_action"]
-        figures.append(Figure(f"all three, {size}, M = {row['microbatches']}", row["total"], "s"))
-        figures.append(Figure(f"per action, {size}", each, "us", meant="flat"))
-    more, growth = (rows[-1][key] / rows[0][key] for key in ("actions", "microseconds_per_action"))
-    verdict = [f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
-    columns = "K=devices | M=microbatches | actions:, | generate:s | verify:s | simulate:s | total:s"
-    columns += " | us per action=microseconds_per_action:,.2 | peak memory=peak_bytes:MiB.0"
-    title = f"{found['schedule']}, K devices, M microbatches"
-    return Told(figures, [tabulated(title, rows, columns, *(verdict if len(rows) > 1 else []), left=0)])

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Rounds, check_width
 from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, within
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.stage import Stage
 from gapless.zoo.gpt import Block
@@ -38,29 +38,33 @@ def run(
     times: Annotated[int, "repetitions in a round"] = 200,
     rounds: Rounds = 9,
     progress: Progress = silent,
-) -> Found:
-    """An MLP and a GPT block, each three ways, with one intra-op thread."""
+) -> BenchmarkResult:
+    """An MLP and a GPT block, each three ways, with one intra-op thread. A line for each, with what the plain one takes
+    as 1; what splitting costs, ours and torch's.
+    """
     check_width(width)
+    rows, figures = [], []
     with intra_op_threads(1):
         mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         blocks = {"mlp": (mlp, (samples, width)), "gpt": (Block(width, heads=4), (samples, length, width))}
-        rows = []
         for name, (block, shape) in blocks.items():
             x = torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape)
-            rows.append(_row(name, block, x, times, rounds, progress))
-    return {"rows": rows}
-
-
-def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    ways = _ways(block)
-    parts: dict[str, list[Parts]] = {way: [] for way in ways}
-    contestants = {way: partial(_repeated, *ways[way], x, times, parts[way]) for way in ways}
-    seconds = take_turns(contestants, rounds, within(progress, name))
-    found: dict[str, Any] = {"block": name, "rounds": seconds}
-    found["seconds"] = {way: median(values) for way, values in seconds.items()}
-    for number, part in enumerate(("forward", "backward")):
-        found[part] = {way: median([each[number] for each in values[-rounds:]]) for way, values in parts.items()}
-    return found
+            ways = _ways(block)
+            parts: dict[str, list[Parts]] = {way: [] for way in ways}
+            contestants = {way: partial(_repeated, *ways[way], x, times, parts[way]) for way in ways}
+            seconds = take_turns(contestants, rounds, within(progress, name))
+            for way, taken in seconds.items():
+                to_plain, halves = quotients(taken, seconds["plain"]), "F + B" if way == "plain" else "F + I + W"
+                row = {"block": name, "by": way, "as": halves, "seconds": taken, "ratio": f"{median(to_plain):.2f}"}
+                forward, backward = ([*each] for each in zip(*parts[way][-rounds:], strict=True))
+                rows.append({**row, "forward": forward, "backward": backward})
+                if way != "plain":
+                    meant = f"at most {TARGET}" if way == "gapless" else ""
+                    figure = f"F + I + W to a plain F + B, {name}, {way}"
+                    figures.append(of_rounds(figure, to_plain, "x", "less", meant, way))
+    title = f"blocks of width {width}, one thread, medians of {rounds} rounds of {times}; meant: at most {TARGET}"
+    columns = "block | by | as | forward:us | backward:us | all=seconds:us | to plain=ratio"
+    return BenchmarkResult({"rows": rows}, figures, [tabulated(title, rows, columns, left=3)])
 
 
 def _repeated(forward: Forward, backward: Backward, x: Tensor, times: int, parts: list[Parts]) -> float:
@@ -96,22 +100,3 @@ def _ways(block: nn.Module) -> dict[str, tuple[Forward, Backward]]:
         "gapless": (lambda inputs: stage.forward(0, inputs, step=next(steps)), ours),
         "torch": (block, theirs),
     }
-
-
-def told(found: Found) -> Told:
-    """A line for each block and way, with what the plain one takes as 1; what splitting costs, ours and torch's."""
-    rows, figures, rounds = [], [], len(found["rows"][0]["rounds"]["plain"])
-    for row in found["rows"]:
-        for way, taken in row["rounds"].items():
-            to_plain = quotients(taken, row["rounds"]["plain"])
-            parts = {part: row[part][way] for part in ("forward", "backward", "seconds")}
-            halves = "F + B" if way == "plain" else "F + I + W"
-            rows.append({**parts, "block": row["block"], "by": way, "as": halves, "ratio": f"{median(to_plain):.2f}"})
-            if way != "plain":
-                name = f"F + I + W to a plain F + B, {row['block']}, {way}"
-                meant = f"at most {TARGET}" if way == "gapless" else ""
-                figures.append(of_rounds(name, to_plain, "x", "less", meant, way))
-    title = f"blocks of width {found['width']}, one thread, medians of {rounds} rounds of {found['times']}; "
-    title += f"meant: at most {TARGET}"
-    columns = "block | by | as | forward:us | backward:us | all=seconds:us | to plain=ratio"
-    return Told(figures, [tabulated(title, rows, columns, left=3)])

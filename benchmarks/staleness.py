@@ -16,8 +16,10 @@ example: python -m benchmarks staleness --optimizer sgd --html curves.html
 """
 
 import copy
+import itertools
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Devices, check_width, one_of
 from benchmarks.runner.rounds import Progress, silent
-from benchmarks.runner.told import Found, Table, Told, of_rounds, tabulated
 from gapless import AsyncReplicas, GaplessError, Pipeline
 from gapless.errors import ConfigError
 from gapless.run.streams.nesterov import DelayedNesterov
@@ -41,6 +43,11 @@ from gapless.zoo.gpt import gpt, next_token_loss
 RATES = {"adam": 0.003, "sgd": 0.1}
 POINTS = 40  # of a curve
 _CONTEXT, _HELD_OUT = 32, 256
+_NOTES = (
+    "Loss in nats per byte, the lower the better: the last stretch of training, and 256 held-out windows afterwards.",
+    "Equal samples, and one learning rate for all ways: none is tuned. A difference within the spread says nothing.",
+    "asp depends on the clock, so it is another run every time; its delay is measured.",
+)
 Batch = tuple[Tensor, Tensor]
 Losses = Iterator[float]  # of minibatches, in their order
 Way = Callable[[nn.Sequential, Sequence[Batch]], Losses]
@@ -57,8 +64,8 @@ def run(
     width: Annotated[int, "width of the GPT, a multiple of 4"] = 32,
     html: Annotated[Path | None, "write a page with the curves"] = None,
     progress: Progress = silent,
-) -> Found:
-    """Losses while training, and those of held-out text afterwards."""
+) -> BenchmarkResult:
+    """Losses while training, and those of held-out text afterwards; a figure where there is one for every seed."""
     if batch < devices:
         raise ConfigError(f"batch is {batch}, but 2bw cuts it into a microbatch for each of {devices} devices")
     check_width(width)
@@ -69,6 +76,8 @@ def run(
     staleness: list[float] = []
     ways = _ways(devices, optimizer, lr, steps, staleness)
     rows: dict[str, Any] = {name: {"way": name, "delay": ways[name][0], "runs": [], "held_out": []} for name in ways}
+    points = min(POINTS, steps)
+    bounds = list(itertools.pairwise(steps * point // points for point in range(points + 1)))
     with intra_op_threads(1):
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -79,16 +88,34 @@ def run(
                 progress(f"seed {seed + 1} of {seeds}: {name}")
                 model, row = copy.deepcopy(start), rows[name]
                 losses = list(_finite(way(model, batches)))
-                row["runs"].append(_binned(losses, steps))
+                means = [statistics.fmean(losses[start:end]) if end <= len(losses) else None for start, end in bounds]
+                row["runs"].append(means)  # None from where it has diverged
                 row["held_out"].append(_loss(model, held_out) if len(losses) == steps else None)
     if staleness:
         rows["asp"]["delay"] = f"{statistics.fmean(staleness):.1f}"
-    middles = [(start + end - 1) / 2 for start, end in _bounds(steps)]
-    found = {"lr": lr, "rows": list(rows.values()), "minibatches": middles}
+    sync = math.nan
+    for row in rows.values():
+        known = [loss for loss in row["held_out"] if loss is not None]
+        row |= {"training": "diverged", "held out": "diverged"}
+        if known:
+            mean, lost = statistics.fmean(known), seeds - len(known)
+            sync = mean if row["way"] == "sync" else sync
+            training = statistics.fmean(run[-1] for run in row["runs"] if run[-1] is not None)
+            row |= {"training": f"{training:.3f}", "held out": f"{mean:.3f}", "to sync": f"{mean - sync:+.3f}"}
+            row["of all seeds"] = f"{min(known):.3f} to {max(known):.3f}{f', {lost} diverged' if lost else ''}"
+    title = f"GPT of {devices + 3} layers on {devices} devices, Python's source as bytes, {steps} "
+    title += f"minibatches of {batch} x {_CONTEXT}, {optimizer} at {lr:g}, {show_count(seeds, 'seed')}"
+    columns = "way | delay | training | held out | of all seeds | to sync"
+    table = tabulated(title, list(rows.values()), columns, *_NOTES, left=2)
+    middles = [(start + end - 1) / 2 for start, end in bounds]
     if html is not None:
-        chosen = {"devices": devices, "steps": steps, "batch": batch, "seeds": seeds, "optimizer": optimizer}
-        _write_page(html, {**chosen, **found})
-    return found
+        panels = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in rows.values()]
+        words, axes, cells = (f"{title}.", *_NOTES), ("minibatch", "training loss"), (table.headings, table.rows)
+        page = curves.render("What delayed gradients cost", words, middles, panels, axes, cells)
+        html.write_text(page, encoding="utf-8", newline="\n")
+    whole = {name: row["held_out"] for name, row in rows.items() if None not in row["held_out"]}
+    figures = [of_rounds(f"loss, {name}", losses, "loss") for name, losses in whole.items()]
+    return BenchmarkResult({"lr": lr, "rows": list(rows.values()), "minibatches": middles}, figures, [table])
 
 
 def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[float]) -> dict[str, tuple[str, Way]]:
@@ -163,56 +190,3 @@ def _windows(text: Tensor, count: int, generator: torch.Generator) -> Batch:
 @torch.no_grad()
 def _loss(model: nn.Module, batch: Batch) -> float:
     return next_token_loss(model.eval()(batch[0]), batch[1]).item()
-
-
-def _bounds(steps: int) -> list[tuple[int, int]]:
-    points = min(POINTS, steps)
-    return [(steps * point // points, steps * (point + 1) // points) for point in range(points)]
-
-
-def _binned(losses: Sequence[float], steps: int) -> list[float | None]:
-    """Means over stretches of a run; None from where it has diverged."""
-    return [statistics.fmean(losses[start:end]) if end <= len(losses) else None for start, end in _bounds(steps)]
-
-
-_NOTES = (
-    "Loss in nats per byte, the lower the better: the last stretch of training, and 256 held-out windows afterwards.",
-    "Equal samples, and one learning rate for all ways: none is tuned. A difference within the spread says nothing.",
-    "asp depends on the clock, so it is another run every time; its delay is measured.",
-)
-
-
-def _table(found: Mapping[str, Any]) -> Table:
-    """For each way its name, delay, losses and what it is behind of sync."""
-    plain, rows = None, []
-    for row in found["rows"]:
-        held_out = [loss for loss in row["held_out"] if loss is not None]
-        training = [run[-1] for run in row["runs"] if run[-1] is not None]
-        if not held_out:
-            rows.append({**row, "training": "diverged", "held out": "diverged"})
-            continue
-        mean, lost = statistics.fmean(held_out), len(row["held_out"]) - len(held_out)
-        plain = mean if row["way"] == "sync" else plain
-        ends = f"{min(held_out):.3f} to {max(held_out):.3f}{f', {lost} diverged' if lost else ''}"
-        behind = None if plain is None else f"{mean - plain:+.3f}"
-        losses = {"training": f"{statistics.fmean(training):.3f}", "held out": f"{mean:.3f}"}
-        rows.append({**row, **losses, "of all seeds": ends, "to sync": behind})
-    title = f"GPT of {found['devices'] + 3} layers on {{devices}} devices, Python's source as bytes, {{steps}} "
-    title += f"minibatches of {{batch}} x {_CONTEXT}, {{optimizer}} at {{lr:g}}, {show_count(found['seeds'], 'seed')}"
-    page = [f"The curves are in {found['html']}."] if found.get("html") else []
-    columns = "way | delay | training | held out | of all seeds | to sync"
-    return tabulated(title.format_map(found), rows, columns, *_NOTES, *page, left=2)
-
-
-def told(found: Found) -> Told:
-    """The loss on held-out text of each way; a figure where there is one for every seed."""
-    known = [row for row in found["rows"] if None not in row["held_out"]]
-    return Told([of_rounds(f"loss, {row['way']}", row["held_out"], "loss") for row in known], [_table(found)])
-
-
-def _write_page(file: Path, found: Mapping[str, Any]) -> None:
-    panels = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in found["rows"]]
-    table, axes = _table(found), ("minibatch", "training loss")
-    words, cells = (f"{table.title}.", *_NOTES), (table.headings, table.rows)
-    page = curves.render("What delayed gradients cost", words, found["minibatches"], panels, axes, cells)
-    file.write_text(page, encoding="utf-8", newline="\n")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.runner import summary_page
+from benchmarks.runner.findings import Table, of_rounds
 from benchmarks.runner.outcome import Outcome, slower
-from benchmarks.runner.told import Table, of_rounds
 from gapless.cli import main
 from gapless.explore.server import ExploreServer
 from gapless.view import curves, page, run_page

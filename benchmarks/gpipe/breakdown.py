@@ -17,8 +17,6 @@ example: python -m benchmarks breakdown --devices 4
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -27,15 +25,14 @@ from torch import Tensor
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, pipeline
 from benchmarks.planner.subjects import small_gpt
+from benchmarks.runner.findings import BenchmarkResult, Found, of_rounds, tabulated
 from benchmarks.runner.parameters import Milliseconds, Rounds
 from benchmarks.runner.rounds import Progress, quotients, silent
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless import Pipeline, Timeline, costs_of, simulate
 from gapless.schedule.action import Kind
 from gapless.stage.intra_op import intra_op_threads
 
 PARTS = ("compute", "recompute", "imbalance", "bubble", "transfer", "set-up", "update")
-Recorded = tuple[Timeline, float, float]  # and the seconds of the step and of the update
 
 
 def run(
@@ -48,8 +45,8 @@ def run(
     milliseconds: Milliseconds = 5.0,
     rounds: Rounds = 7,
     progress: Progress = silent,
-) -> Found:
-    """A row for each setting: its parts in every round."""
+) -> BenchmarkResult:
+    """A row for each setting: its step, and the median of each part as a share of it."""
     rows = []
     for schedule, remat in (("gpipe", "stage"), ("1f1b", "none"), ("zb-h1", "none")):
         progress(f"gpt, {schedule}")
@@ -57,36 +54,38 @@ def run(
         model = small_gpt(width, depth, length=tokens)
         made: Any = {"schedule": schedule, "remat": remat, "microbatches": microbatches, "timeline": True}
         with intra_op_threads(1), Pipeline(model.layers, devices=["cpu"] * 2, loss=model.loss, **made) as pipe:
-            step = partial(_step, pipe, torch.optim.AdamW(pipe.parameters()), *model.batch(microbatches))
-            rows.append(_row("gpt, 2 devices", schedule, remat, step, rounds))
+            steps = _steps(pipe, torch.optim.AdamW(pipe.parameters()), model.batch(microbatches), rounds)
+        rows.append({"model": "gpt, 2 devices", "schedule": schedule, "remat": remat, **steps})
     for schedule in ("gpipe", "1f1b", "zb-v"):
         progress(f"emulated, {schedule}")
         contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
         with pipeline(contest, schedule, timeline=True) as pipe:
-            step = partial(_step, pipe, torch.optim.SGD(pipe.parameters(), lr=0.0), *batch(contest))
-            rows.append(_row(f"emulated, {devices} devices", schedule, "none", step, rounds))
-    return {"rows": rows}
+            steps = _steps(pipe, torch.optim.SGD(pipe.parameters(), lr=0.0), batch(contest), rounds)
+        rows.append({"model": f"emulated, {devices} devices", "schedule": schedule, "remat": "none", **steps})
+    figures = []
+    for row in rows:
+        row |= {part: quotients([each[part] for each in row["parts"]], row["steps"]) for part in PARTS}
+        name = f"{row['model']}, {row['schedule']}"
+        figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", row["bubble"], "share")]
+    note = "Medians of the rounds, each part by itself, so they need not add up to 100%."
+    columns = " | ".join(("model | schedule | remat | step=steps:ms", *(f"{part}:%" for part in PARTS)))
+    table = tabulated("Where the time of a step goes, measured", rows, columns, note=note, left=3, in_docs=True)
+    return BenchmarkResult({"rows": rows}, figures, [table])
 
 
-def _step(pipe: Pipeline, optimizer: torch.optim.Optimizer, inputs: Tensor, target: Tensor) -> Recorded:
-    start = time.perf_counter()
-    timeline = pipe.step(inputs, target).timeline
-    middle = time.perf_counter()
-    optimizer.step()
-    updated = time.perf_counter()
-    optimizer.zero_grad()
-    assert timeline is not None
-    return timeline, middle - start, updated - middle
-
-
-def _row(model: str, schedule: str, remat: str, step: Callable[[], Recorded], rounds: int) -> dict[str, Any]:
-    for _ in range(2):
-        step()
-    recorded = [step() for _ in range(rounds)]
-    costs = costs_of([timeline for timeline, _, _ in recorded])
-    parts = [parts_of(timeline, seconds, update, costs) for timeline, seconds, update in recorded]
-    steps = [seconds + update for _, seconds, update in recorded]
-    return {"model": model, "schedule": schedule, "remat": remat, "parts": parts, "steps": steps}
+def _steps(pipe: Pipeline, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], rounds: int) -> Found:
+    """The seconds of steps with their updates, and the parts of each; two more come first."""
+    recorded: list[tuple[Any, float, float]] = []  # timelines, and the seconds of the step and of the update
+    for _ in range(2 + rounds):
+        start = time.perf_counter()
+        timeline = pipe.step(*batch).timeline
+        middle = time.perf_counter()
+        optimizer.step()
+        recorded.append((timeline, middle - start, time.perf_counter() - middle))
+        optimizer.zero_grad()
+    costs = costs_of([timeline for timeline, *_ in recorded[2:]])
+    parts = [parts_of(*each, costs) for each in recorded[2:]]
+    return {"parts": parts, "steps": [seconds + update for _, seconds, update in recorded[2:]]}
 
 
 def parts_of(timeline: Timeline, seconds: float, update: float, costs: Any) -> dict[str, float]:
@@ -106,17 +105,3 @@ def parts_of(timeline: Timeline, seconds: float, update: float, costs: Any) -> d
         "set-up": seconds - float(timeline.makespan),
         "update": update,
     }
-
-
-def told(found: Found) -> Told:
-    """The step of each setting, and the median of each part as a share of it."""
-    rows, figures = [], []
-    for row in found["rows"]:
-        parts = {part: quotients([each[part] for each in row["parts"]], row["steps"]) for part in PARTS}
-        rows.append({**row, **parts})
-        name = f"{row['model']}, {row['schedule']}"
-        figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", parts["bubble"], "share")]
-    title = "Where the time of a step goes, measured"
-    note = "Medians of the rounds, each part by itself, so they need not add up to 100%."
-    columns = " | ".join(("model | schedule | remat | step=steps:ms", *(f"{part}:%" for part in PARTS)))
-    return Told(figures, [tabulated(title, rows, columns, note=note, left=3, in_docs=True)])

@@ -12,8 +12,8 @@ example: python -m benchmarks bubbles --lines 3
 from typing import Annotated, Any
 
 from benchmarks.gpipe import PUBLISHED
+from benchmarks.runner.findings import BenchmarkResult, Figure, tabulated
 from benchmarks.runner.rounds import Progress, silent
-from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless import Costs, make_schedule, simulate
 
 _PUBLISHED = ("1f1b", "zb-h1", "zb-h2", "auto, 1x", "auto, 2x")
@@ -35,15 +35,25 @@ def run(
     *,
     lines: Annotated[int, "lines of the table, from the smallest; the last take a minute"] = len(RATES),
     progress: Progress = silent,
-) -> Found:
-    """A row for each line of the paper's table."""
-    rows = []
+) -> BenchmarkResult:
+    """A row for each line of the paper's table: ours, theirs in brackets, and how far they are apart."""
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(RATES[:lines]):
         progress(f"line {number + 1} of {min(lines, len(RATES))}: {line['model']}, M = {line['microbatches']}")
         sizes = {key: line[key] for key in ("model", "devices", "microbatches")}
         theirs = dict(zip(_PUBLISHED, line["rates"], strict=True))
-        rows.append({**sizes, "rates": {name: _rate(line, name) for name in _NAMES}, "published": theirs})
-    return {"rows": rows}
+        ours = {name: _rate(line, name) for name in _NAMES}
+        shown = {
+            name: f"{rate:.4f}" + (f" ({theirs[name]:.4f})" if name in theirs else "") for name, rate in ours.items()
+        }
+        rows.append({**sizes, "rates": ours, "published": theirs, **shown})
+    figures = []
+    for name in _PUBLISHED:
+        off = max((row["rates"][name] - row["published"][name] for row in rows), key=abs)
+        figures.append(Figure(f"{name}: greatest difference from the published rate", off, "difference"))
+    columns = " | ".join(("model | K=devices | M=microbatches", *_NAMES))
+    table = tabulated("Bubble rates for published times: ours (published)", rows, columns, in_docs=True)
+    return BenchmarkResult({"rows": rows}, figures, [table])
 
 
 def _rate(line: dict[str, Any], name: str) -> float:
@@ -54,17 +64,3 @@ def _rate(line: dict[str, Any], name: str) -> float:
         sizes |= {"memory_limit": times, "objective": "span"}
     bubble = float(simulate(make_schedule(recipe, **sizes), costs).span_bubble)
     return max(0.0, bubble)  # the last digits of sums differ
-
-
-def told(found: Found) -> Told:
-    """Ours, theirs in brackets, and how far they are apart."""
-    rows, figures = [], []
-    for row in found["rows"]:
-        theirs = {name: f" ({rate:.4f})" for name, rate in row["published"].items()}
-        rows.append(row | {name: f"{rate:.4f}{theirs.get(name, '')}" for name, rate in row["rates"].items()})
-    for name in _PUBLISHED:
-        off = max((row["rates"][name] - row["published"][name] for row in found["rows"]), key=abs)
-        figures.append(Figure(f"{name}: greatest difference from the published rate", off, "difference"))
-    title = "Bubble rates for published times: ours (published)"
-    columns = " | ".join(("model | K=devices | M=microbatches", *_NAMES))
-    return Told(figures, [tabulated(title, rows, columns, in_docs=True)])

@@ -14,7 +14,7 @@ example: python -m benchmarks largest --no-measured
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -25,11 +25,11 @@ from benchmarks.gpipe import PUBLISHED
 from benchmarks.gpipe.giants import amoebanet_profile, greatest, transformer_profile
 from benchmarks.planner.prediction import peaks_of
 from benchmarks.planner.subjects import Subject, planned, small_amoebanet, small_gpt
+from benchmarks.runner.findings import BenchmarkResult, Figure, Found, tabulated
 from benchmarks.runner.parameters import one_of
 from benchmarks.runner.rounds import Progress, silent
-from benchmarks.runner.told import Figure, Found, Told, tabulated
+from gapless import Pipeline
 from gapless.errors import ConfigError
-from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.plan import Plan, Remat
 from gapless.plan.profile.profile import Profile
@@ -50,8 +50,10 @@ def run(
     devices: Annotated[int, "measure up to so many devices"] = 8,
     gpu: Annotated[bool, "measure on an NVIDIA GPU, one device"] = False,
     progress: Progress = silent,
-) -> Found:
-    """Rows by model and way."""
+) -> BenchmarkResult:
+    """The paper's sizes, and how much larger a model each way takes than the plain one; then what was measured, and how
+    far predicted bytes are off.
+    """
     if measured and (layers % 3 or width % 16):
         raise ConfigError(
             f"models of {layers} layers and width {width} can't be measured: give a multiple of 3 layers, and a width "
@@ -59,8 +61,7 @@ def run(
         )
     if gpu and not torch.cuda.is_available():
         raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
-    place = torch.device("cuda" if gpu else "cpu")
-    rows = []
+    place, rows = torch.device("cuda" if gpu else "cpu"), []
     for name in models if measured else ():
         torch.manual_seed(0)
         if name == "AmoebaNet-D":
@@ -68,14 +69,31 @@ def run(
         else:
             subject = small_gpt(width=width, depth=layers, vocab=256, length=64, samples=1)
         rows += _measured(subject, 1 if gpu else devices, place, progress)
-    return {"published": _published(models, progress) if predicted else [], "rows": rows}
+    published = _published(models, progress) if predicted else []
+    plain = {row["model"]: row["parameters"] for row in published if row["way"] == "plain"}
+    figures = [
+        Figure(f"{row['model']}, {row['way']}: larger than plain by", row["parameters"] / plain[row["model"]], "x")
+        for row in published
+        if row["way"] != "plain"
+    ]
+    off = ": predicted to measured bytes"
+    figures += [Figure(f"{row['model']}, {row['way']}{off}", row["off"], "difference") for row in rows]
+    note = "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
+    note += "device holds of the published model in this way. Nothing is offloaded to the host."
+    columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
+    columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
+    tables = [tabulated("The largest model, by prediction", published, columns, note=note, left=2, in_docs=True)]
+    note = f"The fullest device, a minibatch of {_MINIBATCH}: bytes that come and go in a step, weights aside."
+    columns = "model | way | measured=held:MiB | predicted:MiB | =off:+%"
+    tables.append(tabulated("What a step holds, measured", rows, columns, note=note, left=2, in_docs=True))
+    return BenchmarkResult({"published": published, "rows": rows}, figures, [table for table in tables if table.rows])
 
 
 # -- the sizes of the paper --------------------------------------------------------------------------------------------
 
 
 def _published(models: Sequence[str], progress: Progress) -> list[Found]:
-    rows = []
+    rows: list[Found] = []
     for name in filter(models.__contains__, _MODELS):
         memory, minibatch, theirs = _MODELS[name]["memory"] * 2**30, _MODELS[name]["minibatch"], _MODELS[name]["ways"]
         size = theirs["plain"]["size"]
@@ -85,12 +103,14 @@ def _published(models: Sequence[str], progress: Progress) -> list[Found]:
             progress(f"{name}, {way}")
             size = theirs.get(way, {"size": size})["size"]
             depth = _largest(size[1:], way, devices, minibatch, memory)
-            row = {"model": name, "way": way, "filters": sum(size[1:]), "minibatch": minibatch, "memory": memory}
             own = sum(layer.gradients for layer in _giant(depth, *size[1:]).layers) // 4 if depth else 0
-            row |= {"layers": depth, "parameters": own, "published_size": None, "published_parameters": None}
+            row = {"model": name, "way": way, "minibatch": minibatch, "memory": memory, "layers": depth}
+            row |= {"parameters": own, "largest": _size([depth, *size[1:]]), "count": _count(own)}
             if way in theirs:
-                row |= {"published_size": size, "published_parameters": theirs[way]["parameters"]}
-                row["their_fullest"] = _fullest(_giant(*size), way, devices, minibatch)
+                fullest, count = _fullest(_giant(*size), way, devices, minibatch), theirs[way]["parameters"]
+                row |= {"published_size": size, "their_fullest": fullest, "their_memory": memory}
+                row |= {"size": _size(size), "their_count": _count(count), "published_parameters": count}
+                row["fits"] = "fits" if fullest <= memory else "too large"
             rows.append(row)
     return rows
 
@@ -149,7 +169,8 @@ def _measured(subject: Subject, devices: int, place: torch.device, progress: Pro
         plan = _plan(profile, way, count, _MINIBATCH)
         held = _on_gpu(subject, plan, place) if place.type == "cuda" else max(peaks_of(subject, plan))
         predicted = max(each.activations + each.buffers + each.workspace for each in plan.memory)
-        rows.append({"model": subject.name, "way": way, "devices": count, "held": held, "predicted": predicted})
+        row = {"model": subject.name, "way": way, "devices": count, "held": held, "predicted": predicted}
+        rows.append({**row, "off": predicted / held - 1})
     return rows
 
 
@@ -167,50 +188,12 @@ def _on_gpu(subject: Subject, plan: Plan, place: torch.device) -> int:
         return in_use(place)[1] - before
 
 
-# -- told --------------------------------------------------------------------------------------------------------------
-
-
-def told(found: Found) -> Told:
-    """The paper's sizes, and how much larger a model each way takes than the plain one; then what was measured, and how
-    far predicted bytes are off.
-    """
-    plain = {row["model"]: row["parameters"] for row in found["published"] if row["way"] == "plain"}
-    measured = [{**row, "off": row["predicted"] / row["held"] - 1} for row in found["rows"]]
-    figures = [
-        Figure(f"{row['model']}, {row['way']}: larger than plain by", row["parameters"] / plain[row["model"]], "x")
-        for row in found["published"]
-        if row["way"] != "plain"
-    ]
-    off = ": predicted to measured bytes"
-    figures += [Figure(f"{row['model']}, {row['way']}{off}", row["off"], "difference") for row in measured]
-    note = "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
-    note += "device holds of the published model in this way. Nothing is offloaded to the host."
-    columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
-    columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
-    rows = list(map(_published_row, found["published"]))
-    tables = [tabulated("The largest model, by prediction", rows, columns, note=note, left=2, in_docs=True)]
-    note = f"The fullest device, a minibatch of {_MINIBATCH}: bytes that come and go in a step, weights aside."
-    columns = "model | way | measured=held:MiB | predicted:MiB | =off:+%"
-    tables.append(tabulated("What a step holds, measured", measured, columns, note=note, left=2, in_docs=True))
-    return Told(figures, [table for table in tables if table.rows])
-
-
-def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    size = [row["layers"], row["filters"]] if row["filters"] else [row["layers"]]
-    cells = {**row, "largest": _size(size), "count": _count(row["parameters"])}
-    if not row["layers"]:
-        cells |= {"largest": "none", "count": "-"}
-    if row["published_size"]:
-        cells |= {"size": _size(row["published_size"]), "their_count": _count(row["published_parameters"])}
-        fits = row["their_fullest"] <= row["memory"]
-        cells |= {"their_memory": row["memory"], "fits": "fits" if fits else "too large"}
-    return cells
-
-
 def _size(size: Sequence[int]) -> str:
+    if not size[0]:
+        return "none"
     return f"{tuple(size)}" if len(size) == 2 else f"{size[0]} layers"
 
 
 def _count(number: float) -> str:
     factor, unit = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 1e6 else (1e3, "k")
-    return f"{number / factor:.3g}{unit}"
+    return f"{number / factor:.3g}{unit}" if number else "-"

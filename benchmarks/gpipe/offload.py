@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.gpipe import giants
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Peer
+from benchmarks.runner.findings import BenchmarkResult, Figure, Found, tabulated
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
 from benchmarks.runner.rounds import Progress, silent
-from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless import Pipeline, offload_optimizer
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
@@ -71,8 +71,8 @@ def run(
     minutes: Annotated[float, "with --gpu: start no trial after so many minutes", Between(0.1, 100)] = 3.0,
     picture: Annotated[Path | None, "draw the sizes as an SVG"] = None,
     progress: Progress = silent,
-) -> Found:
-    """A row for each way."""
+) -> BenchmarkResult:
+    """A row for each way: the sizes, and how much larger than plain; with what was trained, where that was measured."""
     if gpu and not torch.cuda.is_available():
         raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
     check_width(width, heads=width // 64 or 64)
@@ -90,13 +90,29 @@ def run(
             until = started + 60 * minutes * len(rows) / len(_WAYS)
             rows[-1] |= _tried(plan, contest, rows[-1], limit, until, progress)
     same = (rows[0]["layers"] + rows[1]["layers"] + 1) // 2  # between what fits plain and with remat
+    figures = []
     for row in rows:
         made = ways[row["way"]](same) if same else None
-        row["same"] = made and made.step_seconds
+        row |= {"same": made and made.step_seconds, "trained": row.get("fits") or "-"}
+        row |= {"failed": row.get("too_large") or "-", "larger": None}
+        if rows[0]["parameters"]:
+            row["larger"] = row["parameters"] / rows[0]["parameters"]
+        if row["larger"] and row["way"] != "plain":
+            figures.append(Figure(f"{row['way']}: larger than plain by", row["larger"], "x"))
     progress("")
     if picture is not None:
         picture.write_text(drawn(rows), encoding="utf-8", newline="\n")
-    return {"rows": rows, "same": same, "device": torch.cuda.get_device_name() if gpu else ""}
+    columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
+    columns += f" | of {same} layers=same:s{' | trained | too large=failed' * gpu}"
+    note = f"{show_count(devices, 'device')} of {memory:g} GiB, {microbatches} microbatches of {samples} samples with "
+    note += f"{tokens} tokens, width {width}, float32 with AdamW. "
+    if gpu:
+        note += f"Layers and the link were measured on {torch.cuda.get_device_name()}, shared by all ranks."
+    else:
+        note += f"Predicted for {speed:g} TFLOP/s and {bandwidth:g} GB/s between a device and its host."
+    failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
+    table = tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)
+    return BenchmarkResult({"rows": rows, "same": same}, figures, [table])
 
 
 def _counted(contest: Contest, speed: float, bandwidth: float) -> Profile:
@@ -197,31 +213,6 @@ def prepare_trial(contest: Contest, name: str, rank: int) -> tuple[None, Callabl
         optimizer.zero_grad()
     contest.settle()
     return None, lambda: None
-
-
-# -- told --------------------------------------------------------------------------------------------------------------
-
-
-def told(found: Found) -> Told:
-    """The sizes, and how much larger than plain; with what was trained, where that was measured."""
-    plain = next((row["parameters"] for row in found["rows"] if row["way"] == "plain"), 0)
-    rows = [{**row, "larger": row["parameters"] / plain if plain else None} for row in found["rows"]]
-    larger = {row["way"]: row["larger"] for row in rows if row["way"] != "plain" and row["larger"]}
-    figures = [Figure(f"{way}: larger than plain by", times, "x") for way, times in larger.items()]
-    columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
-    columns += f" | of {found['same']} layers=same:s"
-    if any("fits" in row for row in rows):
-        columns += " | trained | too large=failed"
-        rows = [{**row, "trained": row.get("fits") or "-", "failed": row.get("too_large") or "-"} for row in rows]
-    note = (
-        "{memory:g} GiB, {microbatches} microbatches of {samples} samples with {tokens} tokens, width {width}, float32 "
-    )
-    measured = "Layers and the link were measured on {device}, shared by all ranks."
-    predicted = "Predicted for {speed:g} TFLOP/s and {bandwidth:g} GB/s between a device and its host."
-    note += f"with AdamW. {measured if found['gpu'] else predicted}"
-    note = f"{show_count(found['devices'], 'device')} of {note.format_map(found)}"
-    failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
-    return Told(figures, [tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)])
 
 
 _COLOURS = {"plain": "#8a8f98", "remat": "#d9822b", "offload": "#2b7bba", "both": "#3a9d5d", "optimizer": "#7a5bb5"}

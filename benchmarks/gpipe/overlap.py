@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, on_one_core, pipeline
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules, Steps
 from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, timed
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless import Pipeline, simulate
 
 _NEVER, _ALWAYS = 1e9, 1e-9  # norms to clip to
@@ -36,8 +36,10 @@ def run(
     steps: Steps = 8,
     rounds: Rounds = 5,
     progress: Progress = silent,
-) -> Found:
-    """All take turns, each with a pipeline of its own; `auto` may hold twice what 1f1b does."""
+) -> BenchmarkResult:
+    """All take turns, each with a pipeline of its own; `auto` may hold twice what 1f1b does. A row for each schedule
+    and way. What counts is how far a step is above the span, and what clipping costs.
+    """
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
     spans, contestants = {}, {}
     with ExitStack() as stack:
@@ -49,7 +51,21 @@ def run(
                 with on_one_core():  # the threads start with the first step
                     contestants[f"{name} {way}"] = partial(_steadily, _training(pipe, contest, max_norm), steps)
         seconds = take_turns(contestants, rounds, progress)
-    return {"spans": spans, "rounds": seconds}
+    rows, figures = [], []
+    for name, taken in seconds.items():
+        schedule, _, way = name.partition(" ")
+        shares = [each / spans[schedule] for each in taken]
+        step = {"seconds": taken, "span": spans[schedule], "above": median(shares) - 1}
+        rows.append({"schedule": schedule, "way": way, **step})
+        if way == "overlapped":
+            figures.append(of_rounds(f"step over span, {schedule}", shares, "x", "less", "at most 1.04"))
+        if way == "clipped":
+            shares = quotients(taken, seconds[f"{schedule} waits"])
+            figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
+    table = tabulated(
+        f"{contest.title()}; medians of {rounds}", rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2
+    )
+    return BenchmarkResult({"spans": spans, "rounds": seconds}, figures, [table])
 
 
 def _steadily(step: Callable[[], object], steps: int) -> float:
@@ -74,24 +90,3 @@ def _training(pipe: Pipeline, contest: Contest, max_norm: float | None) -> Calla
     for _ in range(1 if training is None else 3):
         step()
     return step
-
-
-def told(found: Found) -> Told:
-    """A row for each schedule and way. What counts is how far a step is above the span, and what clipping costs."""
-    rows, figures = [], []
-    for name, seconds in found["rounds"].items():
-        schedule, _, way = name.partition(" ")
-        span = found["spans"][schedule]
-        shares = [each / span for each in seconds]
-        step = {"seconds": seconds, "span": span, "above": median(shares) - 1}
-        rows.append({"schedule": schedule, "way": way, **step})
-        if way == "overlapped":
-            figures.append(of_rounds(f"step over span, {schedule}", shares, "x", "less", "at most 1.04"))
-        if way == "clipped":
-            shares = quotients(seconds, found["rounds"][f"{schedule} waits"])
-            figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
-    title = (
-        "{devices} emulated devices, {microbatches} microbatches, {milliseconds:g} ms for each F, I and W of a device"
-    )
-    title = f"{title.format_map(found)}; medians of {len(seconds)}"
-    return Told(figures, [tabulated(title, rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2)])

@@ -25,11 +25,11 @@ from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, amoebanet_profile, tr
 from benchmarks.peer.gapless_sides import on_one_core
 from benchmarks.planner.apart import late
 from benchmarks.planner.subjects import emulated
+from benchmarks.runner.findings import BenchmarkResult, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Rounds, numbers
 from benchmarks.runner.rounds import Contestant, Progress, median, silent, take_turns, timed, within
-from benchmarks.runner.told import Found, Told, of_rounds, tabulated
+from gapless import Pipeline
 from gapless.errors import ConfigError
-from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.profile.profile import Profile
 
@@ -51,28 +51,39 @@ def run(
     slow: Annotated[bool, "leave out slow links"] = True,
     rounds: Rounds = 3,
     progress: Progress = silent,
-) -> Found:
-    """A row for each model, table, schedule, K and M, with its rounds."""
-    rows = []
+) -> BenchmarkResult:
+    """A row for each model, table, schedule, K and M: its throughput, as table 2 has it, and table 3 for slow links."""
+    rows, figures, lines = [], [], dict[str, list[dict[str, Any]]]()
     parts = [int(each) for each in numbers("microbatches", microbatches)]
     counts = [int(each) for each in numbers("devices", devices)]
     if min(counts) < 2:
         raise ConfigError("--devices has 1, but a pipeline has a link between two of them: give 2 or more")
-    for name, make in _MODELS.items():
+    tables = {"fast": parts, "slow": [max(parts)]} if slow else {"fast": parts}
+    for (name, make), (links, used) in itertools.product(_MODELS.items(), tables.items()):
         progress(f"counting {name}")
         profile = make()
-        for links, used in (("fast", parts), ("slow", [max(parts)]))[: 2 if slow else 1]:
-            operations = sum(layer.forward.median for layer in profile.layers) * OPERATIONS_PER_SECOND
-            hop = teraflops * 1e12 / operations / (bandwidth * 1e9) if links == "slow" else 0.0
-            places = {f"{by} {K} {M}": (by, (K, M)) for by, K, M in itertools.product(_SCHEDULES, counts, used)}
-            with contextlib.ExitStack() as stack:
-                made = partial(_stepping, stack, profile, seconds=milliseconds / 1000, hop=hop)
-                contestants = {key: made(*place) for key, place in places.items()}
-                seconds = take_turns(contestants, rounds, within(progress, f"{name}, {links} links"))
-            for key, (by, (K, M)) in places.items():
-                row = {"model": name, "links": links, "by": by, "rounds": seconds[key]}
+        operations = sum(layer.forward.median for layer in profile.layers) * OPERATIONS_PER_SECOND
+        hop = teraflops * 1e12 / operations / (bandwidth * 1e9) if links == "slow" else 0.0
+        with contextlib.ExitStack() as stack:
+            made = partial(_stepping, stack, profile, seconds=milliseconds / 1000, hop=hop)
+            places = list(itertools.product(counts, used))
+            contestants = {f"{by} {K} {M}": made(by, (K, M)) for by in _SCHEDULES for K, M in places}
+            seconds = take_turns(contestants, rounds, within(progress, f"{name}, {links} links"))
+        unit = median(next(iter(seconds.values())))  # of gpipe with the first K and M, which is 1
+        for K, M in places:
+            theirs = PUBLISHED["throughput"][name][links].get(f"{K} {M if links == 'fast' else 32}")
+            line = {"model": name, "K": K, "M": M, "published": "-" if theirs is None else f"{theirs:g}"}
+            for by in _SCHEDULES:
+                taken = seconds[f"{by} {K} {M}"]
+                line[by] = f"{unit / median(taken):.2f}"
+                shares = [unit / each for each in taken]
+                figures.append(of_rounds(f"{name}, {links} links, K = {K}, M = {M}, {by}", shares, "x", "more"))
+                row = {"model": name, "links": links, "by": by, "rounds": taken}
                 rows.append({**row, "devices": K, "microbatches": M})
-    return {"rows": rows}
+            lines.setdefault(_TITLES[links], []).append(line)
+    note = "gpipe and ours: emulated devices. The first of each model is 1, ours is normalised by gpipe's."
+    more: Any = {"columns": "model | K | M | gpipe | ours | published", "note": note, "in_docs": True}
+    return BenchmarkResult({"rows": rows}, figures, [tabulated(title, each, **more) for title, each in lines.items()])
 
 
 def _stepping(
@@ -95,23 +106,3 @@ def _stepping(
     with on_one_core():
         step()
     return timed(step)
-
-
-def told(found: Found) -> Told:
-    """The throughput of every row, as table 2 has it, and table 3 where it was measured."""
-    grids: dict[str, list[dict[str, Any]]] = {links: [] for links in _TITLES}
-    figures, lines, unit = [], dict[Any, dict[str, Any]](), 1.0
-    for row in found["rows"]:  # those of gpipe come first, and the first of them is 1
-        model, links, by, K, M = (row[key] for key in ("model", "links", "by", "devices", "microbatches"))
-        if (model, links) not in {place[:2] for place in lines}:
-            unit = median(row["rounds"])
-        if (place := (model, links, K, M)) not in lines:
-            theirs = PUBLISHED["throughput"][model][links].get(f"{K} {M if links == 'fast' else 32}")
-            lines[place] = {"model": model, "K": K, "M": M, "published": "-" if theirs is None else f"{theirs:g}"}
-            grids[links].append(lines[place])
-        name = f"{model}, {links} links, K = {K}, M = {M}, {by}"
-        figures.append(of_rounds(name, [unit / each for each in row["rounds"]], "x", "more"))
-        lines[place][by] = f"{unit / median(row['rounds']):.2f}"
-    note = "gpipe and ours: emulated devices. The first of each model is 1, ours is normalised by gpipe's."
-    more: Any = {"columns": "model | K | M | gpipe | ours | published", "note": note, "in_docs": True}
-    return Told(figures, [tabulated(_TITLES[each], rows, **more) for each, rows in grids.items() if rows])

@@ -45,6 +45,12 @@ class Contest:
     precision: str = "bf16"
     compiled: bool = False
 
+    def title(self, each: str = "") -> str:
+        """Of emulated devices: what is run."""
+        size = f" of {4 * self.size / 1e6:.2g} MB" if self.size >= 1000 else ""
+        parts = f"{self.devices} emulated devices{each}, {self.microbatches} microbatches{size}"
+        return f"{parts}, {1000 * self.seconds:g} ms for each F, I and W of a device"
+
     @property
     def on_gpu(self) -> bool:
         return self.kind in ("gpt", "llama")

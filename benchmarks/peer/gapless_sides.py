@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -77,26 +78,27 @@ def has_steps(schedule: str) -> bool:
     return find_recipe(schedule).synchronous
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """For streams, which need an optimizer."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-
 def steadily(contest: Contest, pipe: Pipeline, inputs: Tensor, target: Tensor) -> Callable[[], Span]:
-    """Goes on with a stream for a while, and then for as many microbatches as a step has: these are the span."""
+    """A stream that goes on for a while, and then for as many microbatches as a step has."""
     if pipe.microbatches == 1:
         inputs, target = inputs[: contest.samples], target[: contest.samples]
-    stream = pipe.stream(optimizer=sgd, split=True)
-    results = stream.run(itertools.repeat((inputs, target)))
+    count, depth = (-(-each // pipe.microbatches) for each in (contest.microbatches, contest.devices))
+    # What the last turn has left under way comes first, and until devices are busy again.
+    return streaming(pipe, (inputs, target), 3 * depth + 2, count, less_updates=True)
+
+
+def streaming(pipe: Pipeline, batch: Any, first: int, count: int, *, less_updates: bool = False) -> Callable[[], Span]:
+    """Goes on with a stream for so many minibatches, and then for others, which are the span."""
+    stream = pipe.stream(optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9), split=True)
+    results = stream.run(itertools.repeat(batch))
 
     def run() -> Span:  # which also keeps the pipeline
-        count, depth = (-(-each // pipe.microbatches) for each in (contest.microbatches, contest.devices))
-        for _ in range(3 * depth + 2):  # what the last turn has left under way, and until devices are busy again
+        for _ in range(first):
             next(results)
         start, updates = time.perf_counter(), sum(stream.update_seconds)
         for _ in range(count):
             next(results)
-        updates = (sum(stream.update_seconds) - updates) / len(stream.update_seconds)
+        updates = (sum(stream.update_seconds) - updates) / len(stream.update_seconds) if less_updates else 0.0
         return Span(start + updates, time.perf_counter())
 
     return run

@@ -199,19 +199,19 @@ class Lineup(contextlib.ExitStack):
         """Why some do not take part, or no longer."""
         return {f"{name} {what}": why for name, peer in self._peers.items() for what, why in peer.refused.items()}
 
-    def add_here(self, schedules: Sequence[str], name: str = "gapless", *, on_all_cores: bool = False) -> None:
+    def add_here(
+        self, schedules: Sequence[str], name: str = "gapless", *, steps: int = 1, on_all_cores: bool = False
+    ) -> None:
         """Our pipelines, whose devices are threads of this process."""
         for schedule in schedules:
             pipe = self.enter_context(pipeline(self._contest, schedule))
             self.schedules[f"{name} {schedule}"] = pipe.schedule
-            self.contestants[f"{name} {schedule}"] = step(self._contest, pipe, on_all_cores=on_all_cores)
+            self.contestants[f"{name} {schedule}"] = step(self._contest, pipe, steps, on_all_cores=on_all_cores)
 
-    def add_ranks(self, side: SideName, whats: Sequence[str], name: str | None = None) -> None:
+    def add_ranks(self, side: SideName, whats: Sequence[str], name: str | None = None, steps: int = 1) -> None:
         """A side in processes of its own, and what it is to run."""
         name = side if name is None else name
         self._progress(f"starting {side}")
         peer = self._peers[name] = self.enter_context(Peer(self._contest, whats, side, self._environment))
-        for what in whats:
-            if what not in peer.refused:
-                self.contestants[f"{name} {what}".strip()] = partial(peer.step, what)
+        self.contestants |= {f"{name} {what}".strip(): partial(peer.step, what, steps) for what in whats}
         self.schedules |= {f"{name} {what}": schedule for what, schedule in peer.schedules.items()}

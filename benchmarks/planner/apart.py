@@ -7,7 +7,7 @@ is there, and whoever takes it earlier waits until then. Nothing else differs fr
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,41 +20,41 @@ from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import Devices, torch_devices
 from gapless.zoo.emulated import wait_until
 
-Around = Callable[[], AbstractContextManager[object]]
-
 
 class Apart(OneProcess):
-    """`around`: of each device, what to do around a copy."""
+    """`around`: of each device, what to do around all that it computes."""
 
-    def __init__(self, devices: Devices, around: Sequence[Around] | None = None) -> None:
+    def __init__(self, devices: Devices, around: Sequence[Callable[[], AbstractContextManager[object]]] = ()) -> None:
         places = torch_devices(devices)
-        doing = around or [nullcontext] * len(places)
-        super().__init__(places, lanes=[_apart(make_lane(each), do) for each, do in zip(places, doing, strict=True)])
+        lanes = [_apart(make_lane(each)) for each in places]
+        for lane, entered in zip(lanes, around, strict=False):
+            lane.entered = entered
+        super().__init__(places, lanes=lanes)
 
 
-def _apart(lane: Any, around: Around) -> Any:
+def _apart(lane: Any) -> Any:
     """A lane that is no longer one of those which share a memory."""
     unpack = lane.unpack
 
     def copying(parcel: Parcel) -> Any:
-        with around():
-            sent = mb.flatten(parcel.tree)[0]
-            tensors, shape = mb.flatten(unpack(parcel))
-            made = [
-                mine.detach().clone().requires_grad_(mine.requires_grad) if mine is its else mine
-                for mine, its in zip(tensors, sent, strict=True)
-            ]
-            return mb.unflatten(made, shape)
+        sent = mb.flatten(parcel.tree)[0]
+        tensors, shape = mb.flatten(unpack(parcel))
+        made = [
+            mine.detach().clone().requires_grad_(mine.requires_grad) if mine is its else mine
+            for mine, its in zip(tensors, sent, strict=True)
+        ]
+        return mb.unflatten(made, shape)
 
-    if not isinstance(lane, CudaLane):
-        return _Apart(lane, copying)
-    lane.unpack = copying  # type: ignore[method-assign]
-    return lane
+    made: Any = lane if isinstance(lane, CudaLane) else _ApartLane(lane)
+    made.unpack = copying
+    return made
 
 
-class _Apart:
-    def __init__(self, lane: Lane, unpack: Callable[[Parcel], Any]) -> None:
-        self._lane, self.unpack = lane, unpack
+class _ApartLane:
+    unpack: Any
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lane, name)

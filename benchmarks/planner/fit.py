@@ -24,10 +24,10 @@ from benchmarks.planner import subjects
 from benchmarks.planner.apart import Apart
 from benchmarks.planner.prediction import OVER, UNDER, plans_for
 from benchmarks.planner.subjects import Subject
+from benchmarks.runner.findings import Found, Table, tabulated
 from benchmarks.runner.rounds import Progress
-from benchmarks.runner.told import Table, tabulated
+from gapless import Pipeline
 from gapless.errors import ConfigError
-from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import clear_workspaces, has_expandable_segments
 
@@ -43,8 +43,10 @@ SUBJECTS: Sequence[Callable[[], Subject]] = (
 )
 
 
-def run(*, seconds: float, progress: Progress) -> dict[str, Any]:
-    """A row for each model and setting, with the limits that it was tried in."""
+def run(*, seconds: float, progress: Progress) -> tuple[list[Found], Table]:
+    """A row for each model and setting, with the limits that it was tried in; and how often a plan or a refusal was
+    wrong.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("--fit measures on an NVIDIA GPU, and there is none here: leave it out")
     gpu = "cuda:0"
@@ -59,7 +61,17 @@ def run(*, seconds: float, progress: Progress) -> dict[str, Any]:
                 for plan in plans_for(profile, devices, wanted):
                     progress(f"{subject.name}: {plan.recipe}, {devices} devices")
                     rows.append(_row(subject, plan, gpu, lost=profile.reserved))
-    return {"rows": rows, "device": torch.cuda.get_device_name(gpu)}
+    tries = [try_ for row in rows for try_ in row["tries"]]
+    failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
+    roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
+    right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
+    columns = f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3"
+    columns += " | =difference:+% | together=allocated:GiB.3 | reserved:GiB.3"
+    columns += " | planned ran=planned | refused ran=refused"
+    verdict = f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
+    verdict += f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}"
+    title = f"fit\n{torch.cuda.get_device_name(gpu)}: {len(tries)} limits around what is predicted"
+    return rows, tabulated(title, rows, columns, verdict, left=2)
 
 
 @contextmanager
@@ -82,13 +94,17 @@ def _row(subject: Subject, plan: Plan, gpu: str, lost: int) -> dict[str, Any]:
     assert free, "it fits without a limit"
     limits = [("planned", share, share * predicted) for share in _ABOVE]
     limits += [("refused", share, (1 - ROOM) * share * predicted) for share in _BELOW]
-    tries = []
+    tries: list[dict[str, Any]] = []
     for kind, share, limit in limits:
         ran = _run(subject, plan, gpu, limit) is not None
         # Devices of one GPU may run in less than devices of their own need: not all have their peaks at once.
         tries.append({"kind": kind, "share": share, "ran": ran, "fits": ran and free["peaks"] <= limit})
     found = {"predicted": predicted, "predicted_live": live, "difference": live / free["peaks"] - 1, "tries": tries}
-    return {**subjects.told(subject, plan), **found, **free}
+    shown = {}
+    for kind in ("planned", "refused"):
+        own = [try_["ran"] for try_ in tries if try_["kind"] == kind]
+        shown[kind] = f"{sum(own)} of {len(own)}"
+    return {**subjects.told(subject, plan), **found, **shown, **free}
 
 
 def _run(
@@ -150,22 +166,3 @@ def _empty() -> None:
     torch.cuda.synchronize()
     clear_workspaces()
     torch.cuda.empty_cache()
-
-
-def table(found: Mapping[str, Any]) -> Table:
-    """A row for each model and setting, and how often a plan or a refusal was wrong."""
-    rows = []
-    for row in found["rows"]:
-        ran = {kind: [try_["ran"] for try_ in row["tries"] if try_["kind"] == kind] for kind in ("planned", "refused")}
-        rows.append(row | {kind: f"{sum(mine)} of {len(mine)}" for kind, mine in ran.items()})
-    tries = [try_ for row in found["rows"] for try_ in row["tries"]]
-    failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
-    roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
-    right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
-    columns = f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3"
-    columns += " | =difference:+% | together=allocated:GiB.3 | reserved:GiB.3"
-    columns += " | planned ran=planned | refused ran=refused"
-    verdict = f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
-    verdict += f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}"
-    title = f"fit\n{found['device']}: {len(tries)} limits around what is predicted"
-    return tabulated(title, rows, columns, verdict, left=2)

@@ -18,9 +18,9 @@ from benchmarks.planner import fit as fit_
 from benchmarks.planner import prediction, subjects
 from benchmarks.planner.apart import late
 from benchmarks.planner.subjects import Subject, emulated
+from benchmarks.runner.findings import BenchmarkResult, Figure, Found, Table, cell, tabulated
 from benchmarks.runner.parameters import Between, Rounds, one_of
 from benchmarks.runner.rounds import Progress, median, ratio, silent, take_turns
-from benchmarks.runner.told import Figure, Found, Table, Told, cell, tabulated
 from gapless.errors import PlanError
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.plan import Plan
@@ -81,8 +81,8 @@ GRID = (
 )
 
 
-def choice(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
-    """A row for each place of the grid; `quick` is one small place."""
+def choice(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> tuple[list[Found], Table]:
+    """A row for each place of the grid, and how often the pick is as good; `quick` is one small place."""
     profiles: dict[tuple[str, int], Profile] = {}
     rows = []
     for place in (Place("even", 2, 2, latency=1),) if quick else GRID:
@@ -96,9 +96,18 @@ def choice(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> d
         times, quickest = _quickest(subject, made, [picked], _FINALISTS, rounds, progress)
         predicted = {plan.recipe: plan.step_seconds - plan.breakdown.update for plan in plans}
         slower = ratio(times["rounds"][picked], times["rounds"][quickest]) - 1
-        row = {"picked": picked, "quickest": quickest, "predicted": predicted, "slower": slower}
-        rows.append({**asdict(place), **row, **times})
-    return {"rows": rows}
+        row = {"picked": picked, "quickest": quickest, "predicted": predicted, "slower": slower, **times}
+        row |= {
+            "schedules": len(plans),
+            "of_picked": times["seconds"][picked],
+            "of_quickest": times["seconds"][quickest],
+        }
+        rows.append({**asdict(place), **row})
+    right = sum(row["slower"] <= NEAR for row in rows)
+    title = f"choice\nmeant: the pick within {NEAR:.0%} of the quickest of all schedules that fit"
+    columns = "costs | latency, ms=latency | K=devices | M=microbatches | limit, MiB=limit | schedules | picked"
+    columns += " | step=of_picked:ms | quickest | step=of_quickest:ms | =slower:+%"
+    return rows, tabulated(title, rows, columns, f"within {NEAR:.0%}: {right} of {len(rows)}")
 
 
 def _quickest(
@@ -136,21 +145,6 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
     return sorted(found, key=lambda plan: plan.step_seconds)
 
 
-def choice_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The pick and the quickest of each place, and how often they are as good as the same."""
-    right = sum(row["slower"] <= NEAR for row in rows)
-    shown = []
-    for row in rows:
-        limit = "-" if row["limit"] is None else f"{row['limit']} MiB"
-        cells = {"latency": f"{row['latency']:g} ms", "limit": limit, "schedules": len(row["seconds"])}
-        steps = {f"{who} step": row["seconds"][row[who]] for who in ("picked", "quickest")}
-        shown.append({**row, **cells, **steps})
-    title = f"choice\nmeant: the pick within {NEAR:.0%} of the quickest of all schedules that fit"
-    columns = "costs | latency | K=devices | M=microbatches | limit | schedules | picked | step=picked step:ms"
-    columns += " | quickest | step=quickest step:ms | =slower:+%"
-    return tabulated(title, shown, columns, f"within {NEAR:.0%}: {right} of {len(rows)}")
-
-
 # -- cuts: unbalanced models on two devices, and every cut there is ----------------------------------------------------
 
 _DEVICES, _MICROBATCHES = 2, 4
@@ -164,8 +158,8 @@ _UNBALANCED: Sequence[Callable[[], Subject]] = (
 )
 
 
-def cuts(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
-    """A row for each model; `quick` is one small model."""
+def cuts(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> tuple[list[Found], Table]:
+    """A row for each model: the planned cut beside equal counts and the best cut; `quick` is one small model."""
     rows = []
     for make in [lambda: subjects.random_layers(4, samples=4)] if quick else _UNBALANCED:
         subject = make()
@@ -173,40 +167,41 @@ def cuts(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dic
         profile, count = subject.profile("cpu", _DEVICES, seconds), len(subject.layers)
         # As `make_plan` would cut it.
         wanted = SearchOptions(_MICROBATCHES, ["1f1b"], mesh=Mesh(1, _DEVICES), time_limit=None)
-        chosen = _shown(search(profile, _DEVICES, wanted, _MICROBATCHES * profile.samples).best.partition)
+        planned = _shown(search(profile, _DEVICES, wanted, _MICROBATCHES * profile.samples).best.partition)
         equal = _shown(equal_counts(count, _DEVICES))
         made = partial(subjects.planned, profile, _DEVICES, "1f1b", _MICROBATCHES)
-        all_cuts = [(first, count - first) for first in range(1, count)]
-        plans = {_shown(cut): (made(partition=cut), None) for cut in all_cuts}
-        times, best = _quickest(subject, plans, [chosen, equal], 3, rounds, progress)
-        row = {"model": subject.name, "layers": count, "planned": chosen, "equal": equal, "best": best, **times}
+        plans = {
+            _shown(cut): (made(partition=cut), None) for cut in ((first, count - first) for first in range(1, count))
+        }
+        times, best = _quickest(subject, plans, [planned, equal], 3, rounds, progress)
         last = times["rounds"]
-        gains = {"faster_than_equal": ratio(last[equal], last[chosen])}
-        rows.append({**row, **gains, "slower_than_best": ratio(last[chosen], last[best]) - 1})
-    return {"rows": rows}
+        row = {"model": subject.name, "layers": count, "planned": planned, "equal": equal, "best": best, **times}
+        row |= {
+            f"{key} step": f"{row[key]} {cell(times['seconds'][row[key]], 'ms')}"
+            for key in ("equal", "planned", "best")
+        }
+        row |= {"faster_than_equal": ratio(last[equal], last[planned])}
+        rows.append({**row, "slower_than_best": ratio(last[planned], last[best]) - 1})
+    title = f"cuts\n{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and "
+    columns = "model | layers | equal=equal step | planned=planned step | best of all=best step"
+    columns += " | faster than equal=faster_than_equal:x | to the best=slower_than_best:+%"
+    return rows, tabulated(f"{title}within {NEAR:.0%} of the best cut", rows, columns)
 
 
 def _shown(cut: Sequence[int]) -> str:
     return "|".join(map(str, cut))
 
 
-def cuts_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The planned cut of each model beside equal counts and the best cut."""
-    three = ("equal", "planned", "best")
-    shown = [row | {key: f"{row[key]} {cell(row['seconds'][row[key]], 'ms')}" for key in three} for row in rows]
-    title = f"cuts\n{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and "
-    columns = "model | layers | equal | planned | best of all=best | faster than equal=faster_than_equal:x"
-    columns += " | to the best=slower_than_best:+%"
-    return tabulated(f"{title}within {NEAR:.0%} of the best cut", shown, columns)
-
-
 # -- all of them -------------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # what measures, and what makes a table of it
-    "prediction": (prediction.run, prediction.table),
-    "cuts": (cuts, cuts_table),
-    "choice": (choice, choice_table),
-}
+PARTS = {"prediction": prediction.run, "cuts": cuts, "choice": choice}
+_FIGURES = (  # of which part and key the worst is told
+    ("prediction", "difference", "predicted to measured step"),
+    ("prediction", "bytes_difference", "predicted to measured peak"),
+    ("cuts", "slower_than_best", "the planned cut to the best of all"),
+    ("choice", "slower", "the picked schedule to the quickest"),
+    ("fit", "difference", "predicted to measured peak on a GPU"),
+)
 
 
 def run(
@@ -217,31 +212,20 @@ def run(
     fit: Annotated[bool, "check only what fits on an NVIDIA GPU, predicted and measured"] = False,
     quick: Annotated[bool, "measure one small model for each part, to see that it runs"] = False,
     progress: Progress = silent,
-) -> Found:
-    """`fit` is that part alone, since nothing else needs a GPU."""
+) -> BenchmarkResult:
+    """The parts that were asked for, one after another, and the worst of each. `fit` is that part alone, since nothing
+    else needs a GPU.
+    """
+    more: dict[str, Any] = {"rounds": rounds, "seconds": seconds, "quick": quick, "progress": progress}
+    found = {part: PARTS[part](**more) for part in PARTS if part in parts and not fit}
     if fit:
-        return {"fit": fit_.run(seconds=seconds, progress=progress)}
-    return {part: PARTS[part][0](rounds=rounds, seconds=seconds, quick=quick, progress=progress) for part in parts}
-
-
-_FIGURES = {
-    ("prediction", "difference"): "predicted to measured step",
-    ("prediction", "bytes_difference"): "predicted to measured peak",
-    ("cuts", "slower_than_best"): "the planned cut to the best of all",
-    ("choice", "slower"): "the picked schedule to the quickest",
-    ("fit", "difference"): "predicted to measured peak on a GPU",
-}
-
-
-def told(found: Found) -> Told:
-    """The parts that were asked for, one after another, and the worst of each."""
-    tables = [PARTS[part][1](found[part]["rows"]) for part in PARTS if found.get(part)]
-    tables += [fit_.table(found["fit"])] if found["fit"] else []
+        found = {"fit": fit_.run(seconds=seconds, progress=progress)}
     figures = []
-    for (part, key), what in _FIGURES.items():
-        rows = found[part]["rows"] if found.get(part) else []
-        known = [row[key] for row in rows if row[key] is not None]
+    for part, key, what in _FIGURES:
+        known = [row[key] for row in (found[part][0] if part in found else ()) if row[key] is not None]
         meant = "at most +3%" if part in ("cuts", "choice") else "-5% to +10%"
         for word, end in (("least", min), ("greatest", max)) if known else ():
             figures.append(Figure(f"{what}, {word} of {len(known)}", end(known), "difference", meant=meant))
-    return Told(figures, tables)
+    return BenchmarkResult(
+        {part: {"rows": rows} for part, (rows, _) in found.items()}, figures, [table for _, table in found.values()]
+    )

@@ -6,22 +6,19 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.planner import subjects
 from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
+from benchmarks.runner.findings import Found, Table, tabulated
 from benchmarks.runner.rounds import Progress, median, take_turns
-from benchmarks.runner.told import Table, tabulated
-from gapless import Schedule, simulate
+from gapless import simulate
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
-from gapless.run.program import Program
-from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
 _SESSIONS = 3
@@ -54,8 +51,8 @@ def plans_for(profile: Profile, devices: int, wanted: str) -> list[Plan]:
     return [subjects.planned(profile, devices, name, int(M), "stage" if again else "none") for name, M, *again in words]
 
 
-def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
-    """A row for each plan: the step and the bytes as predicted and as measured."""
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> tuple[list[Found], Table]:
+    """A row for each plan: the step and the bytes as predicted and as measured; and how many are as near as meant."""
     rows: list[dict[str, Any]] = []
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
@@ -75,7 +72,14 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
                 for mine, plan, values in zip(pairs, plans, taken.values(), strict=True):
                     mine.append((_predicted(plan, profile), median(values)))
         rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
-    return {"rows": rows}
+    right = []
+    for key, what in (("difference", "steps"), ("bytes_difference", "peaks")):
+        known = [row[key] for row in rows if row[key] is not None]
+        right.append(f"{sum(-UNDER <= value <= OVER for value in known)} of {len(known)} {what}")
+    columns = f"{subjects.COLUMNS} | predicted:ms | measured:ms | =difference:+% | held=predicted_bytes:MiB"
+    columns += " | measured=measured_bytes:MiB | =bytes_difference:+%"
+    verdict = f"within -{UNDER:.0%} and +{OVER:.0%}: {', '.join(right)}"
+    return rows, tabulated("prediction", rows, columns, verdict, left=2)
 
 
 def _predicted(plan: Plan, profile: Profile) -> float:
@@ -84,31 +88,11 @@ def _predicted(plan: Plan, profile: Profile) -> float:
     return float(simulate(plan.schedule, profile.contention.costs(stages.costs, plan.schedule)).makespan)
 
 
-class _Metered(Apart):
-    """Devices whose actions are weighed, each by a meter of its own."""
-
-    def __init__(self, meters: Sequence[StorageMeter]) -> None:
-        super().__init__(["cpu"] * len(meters), [meter.on for meter in meters])
-        self._meters = meters
-
-    def program(self, schedule: Schedule, stages: Mapping[int, Stage], *args: Any, **options: Any) -> Program:
-        for number, stage in stages.items():
-            meter = self._meters[schedule.placement.device(number, 0)]
-            for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, partial(_metered, meter, getattr(stage, name)))
-        return super().program(schedule, stages, *args, **options)
-
-
-def _metered(meter: StorageMeter, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with meter.on():
-        return call(*args, **options)
-
-
 def peaks_of(subject: Subject, plan: Plan) -> list[int]:
     """Of each device the most bytes that its actions have made and that are there at a time."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
     inputs, target = subject.batch(plan.minibatch)
-    with subject.pipeline(plan, _Metered(meters)) as pipe:
+    with subject.pipeline(plan, Apart(["cpu"] * len(meters), [meter.on for meter in meters])) as pipe:
         pipe.step(inputs, target)
         before = [meter.live() for meter in meters]  # gradients are there by now
         for meter in meters:
@@ -124,15 +108,3 @@ def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], liv
     times = {"predicted": predicted, "measured": measured, "difference": off, "sessions": list(pairs)}
     sizes = {"predicted_bytes": held, "measured_bytes": live, "bytes_difference": held and live and held / live - 1}
     return {**subjects.told(subject, plan), **times, **sizes}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A row for each plan, and how many predictions are as near as they are meant to be."""
-    right = []
-    for key, what in (("difference", "steps"), ("bytes_difference", "peaks")):
-        known = [row[key] for row in rows if row[key] is not None]
-        right.append(f"{sum(-UNDER <= value <= OVER for value in known)} of {len(known)} {what}")
-    columns = f"{subjects.COLUMNS} | predicted:ms | measured:ms | =difference:+% | held=predicted_bytes:MiB"
-    columns += " | measured=measured_bytes:MiB | =bytes_difference:+%"
-    verdict = f"within -{UNDER:.0%} and +{OVER:.0%}: {', '.join(right)}"
-    return tabulated("prediction", rows, columns, verdict, left=2)

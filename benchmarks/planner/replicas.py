@@ -15,9 +15,7 @@ bandwidth are divided too, so that the plan stays what it was.
 example: python -m benchmarks replicas --devices 8 --milliseconds 50
 """
 
-import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -25,12 +23,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.gapless_sides import sgd
-from benchmarks.peer.peer import Peer
+from benchmarks.peer.gapless_sides import streaming
+from benchmarks.peer.peer import Lineup
+from benchmarks.runner.findings import BenchmarkResult, cell, of_rounds, tabulated
 from benchmarks.runner.parameters import Between, Rounds
-from benchmarks.runner.rounds import Progress, Span, median, silent, take_turns
-from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
-from gapless.pipeline.pipeline import Pipeline
+from benchmarks.runner.rounds import Progress, median, silent, take_turns
+from gapless import Pipeline
 from gapless.plan.asynchronous.replicate import Replication, replicate
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
 from gapless.zoo.emulated import Emulated
@@ -46,20 +44,28 @@ def run(
     milliseconds: Annotated[float, "predicted time of a minibatch", Between(1, 60_000)] = 50.0,
     rounds: Rounds = 5,
     progress: Progress = silent,
-) -> Found:
-    """What was planned, and the predicted and the measured time of a minibatch in the steady state."""
+) -> BenchmarkResult:
+    """The plan, and how long a minibatch was to take, and took, in the steady state."""
     profile, made = planned(devices, milliseconds / 1000)
     crossing = profile.layers[made.partition[0] - 1].boundary // 4  # floats, from the first stage to the next
     contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing)
-    progress(f"starting {devices} ranks")
-    with Peer(contest, ["replicas"], "replicas") as ranks:
-        if ranks.refused:
-            raise AssertionError(ranks.refused)
-        seconds = take_turns({str(made): lambda: ranks.step("replicas")}, rounds, progress)[str(made)]
-    measured, predicted = [each / measured_minibatches(made) for each in seconds], made.seconds
+    with Lineup(contest, progress) as lineup:
+        lineup.add_ranks("replicas", [str(made)])
+        (taken,) = take_turns(lineup.contestants, rounds, progress, needed=True).values()
+    seconds = [each / measured_minibatches(made) for each in taken]
+    rows = []
+    for number, (layers, count) in enumerate(zip(made.partition, made.replicas, strict=True)):
+        each = f"every {count}." if count > 1 else "every one"
+        rows.append({"stage": number, "layers": layers, "replicas": count, "each": each})
+    off = [each / made.seconds - 1 for each in seconds]
+    title = f"VGG-16 on {devices} emulated devices, a process each, as {made}; medians of {rounds}"
+    took, predicted, more = cell(seconds, "ms"), cell(made.seconds, "ms"), cell(off, "%")
+    verdict = f"a minibatch takes {took}, predicted {predicted}: {more} more"
+    figure = of_rounds(f"measured to predicted minibatch, {made}", off, "difference", "less", "at most +10%")
+    table = tabulated(title, rows, "stage | layers | replicas | minibatches of each=each", verdict)
     plan = {"plan": str(made), "partition": list(made.partition), "replicas": list(made.replicas)}
-    found = {"seconds": median(measured), "ratio": median(measured) / predicted, "rounds": measured}
-    return {**plan, "predicted": predicted, **found}
+    found = {"predicted": made.seconds, "seconds": median(seconds), "ratio": median(off) + 1, "rounds": seconds}
+    return BenchmarkResult({**plan, **found}, [figure], [table])
 
 
 def planned(devices: int, seconds: float) -> tuple[Profile, Replication]:
@@ -113,29 +119,5 @@ def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None
     mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
     pipe = Pipeline(layers, mesh=mesh, schedule=made, loss=contest.loss)
     batch = torch.zeros(1, contest.size, requires_grad=True), torch.zeros(1)
-    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat(batch))
-
-    def run() -> Span:
-        for _ in range(4 * max(made.replicas) + made.num_devices):
-            next(results)
-        start = time.perf_counter()
-        for _ in range(measured_minibatches(made)):
-            next(results)
-        return Span(start, time.perf_counter())
-
-    return pipe.schedule.text(), run
-
-
-def told(found: Found) -> Told:
-    """The plan, and how long a minibatch was to take, and took."""
-    rows = []
-    for number, (layers, count) in enumerate(zip(found["partition"], found["replicas"], strict=True)):
-        each = f"every {count}." if count > 1 else "every one"
-        rows.append({"stage": number, "layers": layers, "replicas": count, "each": each})
-    off = [seconds / found["predicted"] - 1 for seconds in found["rounds"]]
-    title = f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of {len(off)}"
-    seconds, predicted, more = cell(found["seconds"], "ms"), cell(found["predicted"], "ms"), cell(median(off), "%")
-    verdict = f"a minibatch takes {seconds}, predicted {predicted}: {more} more"
-    name = f"measured to predicted minibatch, {found['plan']}"
-    figure = of_rounds(name, off, "difference", "less", "at most +10%")
-    return Told([figure], [tabulated(title, rows, "stage | layers | replicas | minibatches of each=each", verdict)])
+    first = 4 * max(made.replicas) + made.num_devices
+    return pipe.schedule.text(), streaming(pipe, batch, first, measured_minibatches(made))

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.runner.all import stored
+from benchmarks.runner.findings import Table, as_markdown
 from benchmarks.runner.outcome import Outcome
-from benchmarks.runner.suite import stored
-from benchmarks.runner.told import Table, as_markdown
 from gapless.cli import exit_code
 from gapless.errors import ConfigError
 

@@ -16,7 +16,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import benchmark_module
+from benchmarks.runner.findings import BenchmarkResult, Figure, Table
 from benchmarks.runner.parameters import command_of
 from benchmarks.runner.rounds import Progress, write_whole
-from benchmarks.runner.told import Figure, Table, Told
 from gapless._version import __version__
 from gapless.errors import ConfigError
 from gapless.plan.profile.measure import cores
@@ -54,23 +54,19 @@ class Outcome:
         write_whole(file, {"schema": SCHEMA, **asdict(self)})
 
 
-def measured(name: str, given: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Options and findings of a benchmark together, as JSON has them."""
-    found: dict[str, Any] = {"benchmark": name, **given, **benchmark_module(name).run(**given, progress=progress)}
-    return found | {option: str(value) for option, value in given.items() if isinstance(value, Path)}
+def measured(name: str, given: Mapping[str, Any], progress: Progress) -> Outcome:
+    """Of a benchmark, run with these options."""
+    return outcome(name, given, benchmark_module(name).run(**given, progress=progress))
 
 
-def outcome(name: str, given: Mapping[str, Any], found: Mapping[str, Any] | None, skipped: str = "") -> Outcome:
-    """Of what was measured with these options, here and now; where files were written is not a part of it."""
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-    made = Outcome(name, command_of(name, given), date, environment(), skipped=skipped)
-    if found is None:
-        return made
-    files = {option: None for option, value in given.items() if isinstance(value, Path)}
-    plain = json.loads(json.dumps({**found, **files}))
-    told: Told = benchmark_module(name).told(plain)
-    tables = [table for table in told.tables if table.in_docs]
-    return replace(made, figures=told.figures, tables=tables, report=told.text, found=plain)
+def outcome(name: str, given: Mapping[str, Any], made: BenchmarkResult | None = None, skipped: str = "") -> Outcome:
+    """Of what was made with these options, here and now; where files were written is not a part of it."""
+    date, made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"), made or BenchmarkResult()
+    asked = {option: None if isinstance(value, Path) else value for option, value in given.items()}
+    found = {"benchmark": name, **asked, **made.found} if made.found else {}
+    tables = [table for table in made.tables if table.in_docs]
+    command = command_of(name, given)
+    return Outcome(name, command, date, environment(), made.figures, tables, made.text, found, skipped)
 
 
 def read(file: Path) -> Outcome:

@@ -6,7 +6,8 @@ benchmarks have are here.
     float             a number in the `Between` that stands beside the type
     bool              a switch: --name where the default is False, --no-name where it is True
     tuple[str, ...]   words with commas between them
-    Path | None       a file to write
+    Path | None       a file to write; with `Path` beside the type a folder
+    Path              a folder
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
-from benchmarks import benchmark_module
+from benchmarks import BENCHMARKS, benchmark_module
 from gapless.cli.output import asked
 from gapless.cli.terminal import Parser, parse
 from gapless.errors import ConfigError
@@ -59,7 +60,7 @@ def one_of(what: str, *known: str) -> Callable[[str], None]:
 
 
 class Parameter(NamedTuple):
-    """Of the `run` of a benchmark. `notes` are what stands beside the type: its help, a `Between`, checks."""
+    """Of the `run` of a benchmark. `notes` are what stands beside the type: its help, what reads it, checks."""
 
     kind: Any
     default: Any
@@ -80,14 +81,15 @@ def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | 
     parameters = parameters_of(benchmark)
     for option, parameter in parameters.items():
         _add_option(parser, option, parameter)
-    parser.add_argument(
-        "--json", nargs="?", const=True, default=False, type=asked.file_to_write, metavar="FILE",
-        help="print one JSON object; with a file: store the result there, for pages and comparisons",
-    )  # fmt: skip
+    if benchmark in BENCHMARKS:
+        parser.add_argument(
+            "--json", nargs="?", const=True, default=False, type=asked.file_to_write, metavar="FILE",
+            help="print one JSON object; with a file: store the result there, for pages and comparisons",
+        )  # fmt: skip
     given = vars(parse(parser, words, parser))
-    as_json = given.pop("json")
+    as_json = given.pop("json", False)
     for option, value in given.items():
-        for check in filter(callable, parameters[option].notes):
+        for check in filter(callable, parameters[option].notes if value is not None else ()):
             for each in value if isinstance(value, tuple) else [value]:
                 check(each)
     return given, as_json
@@ -111,7 +113,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
         float: (notes[0] if notes else float, "X"),
         str: (str, "NAME"),
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
-        Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
+        Path | None: (Path, "FOLDER") if notes else (lambda text: Path(asked.file_to_write(text)), "FILE"),
+        Path: (Path, "FOLDER"),
     }
     flags = f"--{name} -{letter}" if letter else f"--{name}"
     asked.add_options(parser, (flags, kinds[kind][0], default, kinds[kind][1], about))

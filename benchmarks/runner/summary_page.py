@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import BENCHMARKS
+from benchmarks.runner.findings import Figure
 from benchmarks.runner.outcome import Comparison, Outcome
-from benchmarks.runner.told import Figure
 from gapless.view.template import filled, policy, source
 
 _WIDTH, _ROW, _VALUE = 440, 40, 76  # of a chart, of a bar with its name, and of the value behind the longest bar

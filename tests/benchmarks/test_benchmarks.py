@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks.scale import sizes
 from .processes import below, needs_proc
 
 pytestmark = needs_proc
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +32,15 @@ def _nothing_is_left_running(server_of_ranks: None) -> Iterator[None]:
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
-    """What the command prints as JSON, and the report of the same figures."""
-    assert main([*words, "--json"]) == 0
+    """What the command stores, and what it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        assert main([*words, "--json", str(file)]) == 0
+        found = json.loads(file.read_text())["found"]
     printed = capsys.readouterr()
     assert printed.err == ""
-    found: dict[str, Any] = json.loads(printed.out)
     assert found["benchmark"] == words[0]
-    report: str = benchmark_module(words[0]).told(found).text
-    return found, report
+    return found, printed.out
 
 
 def test_emulated_compares_with_the_bound_and_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +101,8 @@ def test_tiny_compares_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_split_compares_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
     found, report = bench(capsys, "split", "--times", "2", "--rounds", "2")
-    assert [row["block"] for row in found["rows"]] == ["mlp", "gpt"]
-    for row in found["rows"]:
-        assert row["seconds"].keys() == row["forward"].keys() == {"plain", "gapless", "torch"}
+    ways = [(row["block"], row["by"]) for row in found["rows"]]
+    assert ways == [(block, by) for block in ("mlp", "gpt") for by in ("plain", "gapless", "torch")]
     assert report.count("F + I + W") == 4
 
 
@@ -133,9 +135,9 @@ def test_timeline_runs_with_and_without_recording_and_lays_prediction_and_record
     assert '"measured"' in html
 
 
-def test_saving_says_what_a_save_adds_to_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_saving_says_what_a_save_adds_to_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--depth", "1", "--width", "8", "--samples", "1", "--length", "4", "-M", "2"]
-    found, report = bench(capsys, "saving", *sizes, "--rounds", "2")
+    found, report = bench(capsys, "saving", *sizes, "--rounds", "2", "--folder", str(tmp_path))
     assert len(found["stalls"]) == 2
     assert found["size"] > 3 * found["weights"]
     assert "of a step (target: below +5.0%)" in report
@@ -223,6 +225,11 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("split --width 6", "width is 6, but it must be a multiple of 4"),
         ("saving --width 200", "width is 200, but it must be a multiple of 3"),
         ("compile --width 642", "width is 642, but it must be a multiple of 5"),
+        ("matrix -K 2,x", "--devices 2,x is not a list of numbers above 0"),
+        ("matrix -M 1.5", "--microbatches 1.5 is not a list of numbers above 0"),
+        ("plan --parts speed", "there is no part 'speed': it is one of prediction, cuts, choice"),
+        pytest.param("plan --fit", "--fit measures on an NVIDIA GPU, and there is none here", marks=without_gpu),
+        ("all --only speed", "there is no part 'speed': it is one of emulated"),
         ("nothing", "invalid choice: 'nothing'"),
         ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),
     ],

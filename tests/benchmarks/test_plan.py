@@ -1,20 +1,17 @@
 """`python -m benchmarks plan` runs to its end in a small size. No test asserts a speed."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks.planner import fit as plan_fit
 from benchmarks.planner import plan
-from benchmarks.runner.command import main
 from gapless.plan.profile.meter import has_expandable_segments
 
 
 @pytest.mark.slow
-def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--quick", "--rounds", "1", "--seconds", "0.01", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_every_part_runs_and_is_reported() -> None:
+    result = plan.run(quick=True, rounds=1, seconds=0.01)
+    found = result.found
     rows = found["prediction"]["rows"]
     assert [row["model"] for row in rows] == ["emulated, even", "gpt, vocabulary 256"]
     # Bytes do not depend on how busy the machine is.
@@ -25,21 +22,10 @@ def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     (place,) = found["choice"]["rows"]
     assert place["slower"] >= 0
     assert place["picked"] == min(place["predicted"], key=place["predicted"].__getitem__)
-    report = plan.told(found).text
+    report = result.text
     assert "within -5% and +10%" in report
     assert "to the best" in report
     assert "the pick within 3% of the quickest" in report
-
-
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--parts", "speed"]) != 0
-    assert "there is no part 'speed': it is one of prediction, cuts, choice" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_needs_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--fit"]) != 0
-    assert "--fit measures on an NVIDIA GPU, and there is none here" in capsys.readouterr().err
 
 
 def test_each_stream_counts_at_its_own_peak_and_the_caller_s_by_what_stays() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import BENCHMARKS, ENTRIES
-from benchmarks.runner import suite
+from benchmarks.runner import all as suite
 from benchmarks.runner.command import main
+from benchmarks.runner.findings import BenchmarkResult, Figure, of_rounds
 from benchmarks.runner.outcome import Outcome, read, slower
 from benchmarks.runner.outcome import outcome as made_outcome
 from benchmarks.runner.parameters import command_of, parameters_of, parsed
 from benchmarks.runner.summary_page import render
-from benchmarks.runner.told import Figure, of_rounds
 from gapless.errors import ConfigError
 
 KEYS = ["overhead", "split"]
@@ -110,11 +110,6 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
         read(file)
 
 
-def test_a_part_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["all", "--only", "speed", "--results", str(tmp_path)]) == 2
-    assert "there is no part 'speed': it is one of emulated" in capsys.readouterr().err
-
-
 def test_what_can_not_be_compared_is_said_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,9 +137,8 @@ def test_every_benchmark_is_in_the_suite_and_tells_its_command() -> None:
 
 
 def test_where_files_were_written_is_not_stored(tmp_path: Path) -> None:
-    none = {"rows": [], "cells": 0, "skipped": {}, "wrong": {}}
-    found = made_outcome("matrix", {"keep": tmp_path, "rounds": 2}, {"keep": str(tmp_path), "rounds": 2, **none}).found
-    assert found == {"keep": None, "rounds": 2, **none}
+    found = made_outcome("matrix", {"keep": tmp_path, "rounds": 2}, BenchmarkResult({"rows": []})).found
+    assert found == {"benchmark": "matrix", "keep": None, "rounds": 2, "rows": []}
 
 
 def test_names_from_files_are_escaped_on_the_page() -> None:

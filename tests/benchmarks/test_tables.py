@@ -5,21 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers
 from benchmarks.gpipe import breakdown, throughput
 from benchmarks.runner import docs_tables
-from benchmarks.runner.command import main
+from benchmarks.runner.findings import Table, of_rounds
 from benchmarks.runner.outcome import Outcome, read
-from benchmarks.runner.told import Table, of_rounds
+from benchmarks.runner.rounds import best
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--milliseconds", "8", "--devices", "2", "--microbatches", "1,4", "--rounds", "1"]
-    assert main(["throughput", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    fast, slow = throughput.told(found).tables
+def test_throughput_stands_beside_the_published_numbers() -> None:
+    fast, slow = throughput.run(milliseconds=8, devices=("2",), microbatches=("1", "4"), rounds=1).tables
     assert [row[:3] for row in fast.rows][:2] == [("AmoebaNet-D", "2", "1"), ("AmoebaNet-D", "2", "4")]
     assert [row[3] for row in fast.rows if row[2] == "1"] == ["1.00", "1.00"]
     assert [row[5] for row in fast.rows][:2] == ["1", "1.07"]
@@ -29,25 +25,21 @@ def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFi
 def test_our_best_is_told_beside_torch_s_best_and_torchgpipe_is_not_torch() -> None:
     steps = {"copies": 1.0, "gapless, ranks zb-v": 3.0, "gapless, one process 1f1b": 2.0, "torch 1f1b": 3.0}
     steps |= {"torch zb-v": 2.5, "torchgpipe gpipe": 0.5}
-    rows = [{"size": "light", "way": way, "rounds": [step], "of_limit": 1.0} for way, step in steps.items()]
-    rows.append({"size": "heavy", "way": "gapless, ranks zb-v", "rounds": [1.0], "of_limit": 1.0})  # no peer ran
-    found = {"rows": rows, "skipped": {"deepspeed": "not there"}, "devices": 2, "microbatches": 4}
-    told = "light: gapless, one process 1f1b is 1.25 times as fast as torch zb-v."
-    assert peers.told(found).tables[0].note == f"{told} deepspeed: not there."
-    assert told in peers.told(found).text
+    verdict = "gapless, one process 1f1b is faster than torch's best (torch zb-v) by 1.25x"
+    assert best({way: [step] for way, step in steps.items()})["verdict"] == (verdict,)
+    assert best({"gapless, ranks zb-v": [1.0]})["verdict"] == ()  # no peer ran
 
 
-def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--width", "16", "--depth", "2", "--devices", "2", "--milliseconds", "1", "--rounds", "2"]
-    assert main(["breakdown", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for row in found["rows"]:
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    result = breakdown.run(width=16, depth=2, devices=2, milliseconds=1, rounds=2)
+    rows = result.found["rows"]
+    for row in rows:
         for parts, step in zip(row["parts"], row["steps"], strict=True):
             assert sum(parts.values()) == pytest.approx(step)
             assert all(part >= 0 for part in parts.values())
-    recomputed = {row["schedule"]: row["parts"][0]["recompute"] for row in found["rows"][:3]}
+    recomputed = {row["schedule"]: row["parts"][0]["recompute"] for row in rows[:3]}
     assert recomputed["gpipe"] > 0 == recomputed["1f1b"]
-    assert "bubble" in breakdown.told(found).text
+    assert "bubble" in result.text
 
 
 def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:

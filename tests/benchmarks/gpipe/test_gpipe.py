@@ -1,7 +1,5 @@
 """The tables of GPipe and of zero bubble: what is counted without data is what the models have."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,6 @@ import torch.nn.functional as F
 from benchmarks.gpipe import bubbles, largest
 from benchmarks.gpipe.bubbles import RATES, published_costs
 from benchmarks.gpipe.giants import amoebanet_profile, counted, transformer_profile
-from benchmarks.runner.command import main
 from gapless.plan.profile.profile import Layer
 from gapless.zoo import amoebanet as zoo
 
@@ -35,26 +32,25 @@ def _of(layer: Layer) -> tuple[float, ...]:
 
 
 def test_our_rates_are_the_published_ones_for_hand_made_schedules() -> None:
-    found = bubbles.run(lines=1)
-    row = found["rows"][0]
+    result = bubbles.run(lines=1)
+    (row,) = result.found["rows"]
     for name in ("1f1b", "zb-h1", "zb-h2"):
         assert row["rates"][name] == pytest.approx(row["published"][name], abs=5e-5)
     assert row["rates"]["auto, 2x"] <= row["published"]["auto, 2x"]
-    assert "0.2431 (0.2431)" in bubbles.told(found).text
+    assert "0.2431 (0.2431)" in result.text
     assert published_costs(RATES[0]).kept_for_weight_grad == pytest.approx(0.3664, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_what_a_step_holds_is_measured_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--models", "Transformer", "--no-predicted", "--width", "16", "--layers", "3", "--devices", "2"]
-    assert main(["largest", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    held = {row["way"]: row["held"] for row in found["rows"]}
+def test_what_a_step_holds_is_measured_in_every_way() -> None:
+    result = largest.run(models=("Transformer",), predicted=False, width=16, layers=3, devices=2)
+    rows = result.found["rows"]
+    held = {row["way"]: row["held"] for row in rows}
     assert list(held) == ["plain", "remat", "remat, M parts", "2 devices"]
     assert held["plain"] > held["remat"] > held["remat, M parts"] > held["2 devices"] > 0
-    for row in found["rows"]:
+    for row in rows:
         assert row["predicted"] == pytest.approx(row["held"], rel=0.25)
-    assert "What a step holds, measured" in largest.told(found).text
+    assert "What a step holds, measured" in result.text
 
 
 def test_the_published_models_fit_as_published() -> None:

@@ -99,19 +99,7 @@ def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
 
 
 def test_ctrl_c_stops_a_benchmark_with_all_its_processes(programs: Programs) -> None:
-    words = [
-        "emulated",
-        "-K",
-        "2",
-        "-M",
-        "2",
-        "--milliseconds",
-        "1",
-        "--rounds",
-        "100000",
-        "--schedules",
-        "1f1b",
-    ]
+    words = ["emulated", "-K", "2", "-M", "2", "--milliseconds", "1", "--rounds", "100000", "--schedules", "1f1b"]
     with programs.start("benchmarks", *words) as program:
         assert until(lambda: len(below(program.pid)) == 4)
         started = below(program.pid)

@@ -1,15 +1,15 @@
-"""What is told of a benchmark: figures, the numbers that count; and tables of words, which are made from rows of values
-and written as text or Markdown.
+"""What a benchmark returns: all that it found, as JSON has it; figures, the numbers that count; and tables of words,
+which are made from rows of values and written as text or Markdown.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.runner.rounds import median
 from gapless.view import text
 
-Found = dict[str, Any]  # what the `run` of a benchmark returns, and its options: JSON values
+Found = dict[str, Any]  # JSON values
 Unit = Literal["s", "us", "x", "share", "difference", "count", "loss"]
 Better = Literal["less", "more", ""]
 _UNITS = {"ms": (1e3, " ms", 1), "us": (1e6, " us", 0), "s": (1, " s", 2), "x": (1, "x", 2), "%": (100, "%", 1)}
@@ -125,11 +125,12 @@ def as_markdown(table: Table) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is told of a benchmark: the numbers that count, and what its command prints."""
+class BenchmarkResult:
+    """What the `run` of a benchmark returns: all that it found, the numbers that count, and what its command prints."""
 
-    figures: Sequence[Figure]
-    tables: Sequence[Table]
+    found: Mapping[str, Any] = field(default_factory=dict)
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
 
     @property
     def text(self) -> str:
@@ -137,9 +138,9 @@ class Told:
         return "\n\n".join(map(as_text, self.tables))
 
 
-def told_duel(title: str, found: Mapping[str, Any], *figures: Figure, ours: str = "gapless") -> Told:
-    """Of what `fight` found: the seconds of both, then the figures. The title has places for what was found."""
+def duel(title: str, found: Found, *figures: Figure, ours: str = "gapless") -> BenchmarkResult:
+    """Of what `fight` found, which tells by `rounds` the seconds of both: these, then the figures."""
     steps = found["rounds"].items()
     rows = [(ours if by == "gapless" else by, cell(values, "ms.2"), "per step") for by, values in steps]
     rows += [(each.name, str(each), f"median of the rounds; meant: {each.meant}") for each in figures]
-    return Told(figures, [Table(title.format_map(found), ("", "median", ""), rows)])
+    return BenchmarkResult(found, figures, [Table(title, ("", "median", ""), rows)])
