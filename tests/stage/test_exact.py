@@ -202,6 +202,16 @@ def test_a_forward_put_in_place_of_a_modules_own() -> None:
     assert_same_as_plain([nn.Linear(8, 8), linear], torch.randn(6, 8))
 
 
+def test_frozen_attention_in_eval_mode_takes_torchs_fast_path() -> None:
+    """It asks whether somebody sees torch's functions, and took the slow one: last bits, 2e-3 under autocast."""
+    parts = nn.TransformerEncoderLayer(12, 2, 16, batch_first=True), nn.MultiheadAttention(12, 2, batch_first=True)
+    for part in parts:
+        part.eval().requires_grad_(False)
+    encoder = nn.TransformerEncoder(parts[0], 2)
+    layers = [encoder, Do(lambda x: parts[1](x, x, x, need_weights=False)[0]), nn.Linear(12, 12)]
+    assert_same_as_plain(layers, torch.randn(6, 5, 12), cuts=(1,), loss=mean_square)
+
+
 def test_vmap_inside_a_layer() -> None:
     layers = [nn.Linear(8, 8), Do(lambda part, x: torch.vmap(part)(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
     assert_same_as_plain(layers, torch.randn(6, 8))

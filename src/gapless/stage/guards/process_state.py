@@ -112,6 +112,7 @@ def watch_torch() -> None:
         _wrap_code(checkpoint, _enter_checkpoint)
     _wrap_code(transforms.jvp_increment_nesting, _enter_level)
     _wrap_code(torch.autograd.forward_ad.enter_dual_level, _enter_level)
+    torch.overrides.has_torch_function = _has_own_function
     torch.autocast_increment_nesting = _enter_autocast
     torch.autocast_decrement_nesting = _leave_autocast
 
@@ -222,6 +223,21 @@ def _enter_level() -> None:
     work = here.work
     if work is not None and work.mode is not None and work.what == "forward":
         work.mode.run_alone("a layer takes forward-mode derivatives")
+
+
+def _has_own_function(args: Any) -> bool:
+    """Asked by attention, which takes its fast path if no tensor and no mode sees torch's functions: ours, which leaves
+    them as they are, is none of these.
+    """
+    if torch.compiler.is_compiling() or not _modes_are_ours():
+        return torch.overrides.has_torch_function_variadic(*args)
+    off = torch._C._disabled_torch_function_impl
+    return any(type(each) is not Tensor and getattr(type(each), "__torch_function__", off) is not off for each in args)
+
+
+def _modes_are_ours() -> bool:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return all(type(each).__module__.startswith("gapless.") for each in modes)
 
 
 def _enter_autocast() -> int:
