@@ -24,6 +24,7 @@ from transformers import Trainer
 
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import FETCHED_BATCHES
+from gapless.hf.unsupported import CHECKPOINTING
 
 Evaluate = Callable[[Sequence[Any]], Sequence[Any]]  # calls of the model, and what it returns for each
 
@@ -192,3 +193,8 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+
+
+def checkpoints(model: Any) -> bool:
+    """Whether it recomputes activations itself, which the stages do instead."""
+    return bool(getattr(model, f"is_{CHECKPOINTING}", False))

@@ -26,10 +26,19 @@ from transformers import Trainer, TrainingArguments
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import FETCHED_BATCHES
 from gapless.hf.grouped_loader import GroupedLoader
-from gapless.hf.model_proxy import PipelinedModel, UnchangingLoss, answered, call_in, contents, has_own_loss, unchanged
+from gapless.hf.model_proxy import (
+    PipelinedModel,
+    UnchangingLoss,
+    answered,
+    call_in,
+    checkpoints,
+    contents,
+    has_own_loss,
+    unchanged,
+)
 from gapless.hf.rank_trainer import RankTrainer
 from gapless.hf.trainer_ranks import devices_of, ranks_of
-from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
+from gapless.hf.unsupported import CHECKPOINTING, check_arguments, check_model, check_pipeline
 from gapless.hf.whole_checkpoint import resumed
 from gapless.pipeline.arguments.checks import at_least_one
 from gapless.pipeline.pipeline import Pipeline
@@ -38,10 +47,6 @@ from gapless.plan.plan import Plan
 from gapless.stage.autocast import without_autocast
 from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
-
-# How Trainer and its models name what recomputes activations, since transformers 5.23 and before.
-_WHAT = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
-_CHECKPOINTING = f"{_WHAT}_checkpointing"
 
 
 class PipelineTrainer(RankTrainer):
@@ -88,7 +93,7 @@ class PipelineTrainer(RankTrainer):
             "schedule": schedule,
             "microbatches": args.gradient_accumulation_steps,
             "seed": args.seed,
-            "remat": ("stage" if getattr(args, _CHECKPOINTING) else "none") if remat is None else remat,
+            "remat": ("stage" if getattr(args, CHECKPOINTING) else "none") if remat is None else remat,
             **(pipeline or {}),
         }
         if isinstance(schedule, Plan) and remat is None:
@@ -109,14 +114,14 @@ class PipelineTrainer(RankTrainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The pipeline in place of the model, for training and for evaluation; made anew for another model."""
-        if self._pipelined.module is not self.model or _checkpoints(self.model):
+        if self._pipelined.module is not self.model or checkpoints(self.model):
             self.pipe.close()
             self._make_pipeline()
         return self._pipelined
 
     def _make_pipeline(self) -> None:
-        if _checkpoints(self.model):
-            getattr(self.model, f"{_CHECKPOINTING}_disable")()
+        if checkpoints(self.model):
+            getattr(self.model, f"{CHECKPOINTING}_disable")()
             if self._asked.get("remat") == "none":
                 self._asked["remat"] = "stage"
         self._unchanging = None if has_own_loss(self) else UnchangingLoss(self, PipelineTrainer._loss)
@@ -129,14 +134,14 @@ class PipelineTrainer(RankTrainer):
         """
         self._wait()  # for what another rank still writes
         checkpoint = resumed(resume_from_checkpoint, self.args.output_dir)
-        asked = getattr(self.args, _CHECKPOINTING)
-        setattr(self.args, _CHECKPOINTING, False)
+        asked = getattr(self.args, CHECKPOINTING)
+        setattr(self.args, CHECKPOINTING, False)
         try:
             output = super().train(checkpoint, *args, **kwargs)
             self._gather_model()
             return output
         finally:
-            setattr(self.args, _CHECKPOINTING, asked)
+            setattr(self.args, CHECKPOINTING, asked)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -270,11 +275,6 @@ class PipelineTrainer(RankTrainer):
         if self.accelerator.native_amp:
             outputs = convert_outputs_to_fp32(lambda: outputs)()
         return list(pytree.tree_map_only(Tensor, lambda each: each.to(self.args.device), outputs))
-
-
-def _checkpoints(model: Any) -> bool:
-    """Whether it recomputes activations itself, which the stages do instead."""
-    return bool(getattr(model, f"is_{_CHECKPOINTING}", False))
 
 
 def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import TrainingArguments
+
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Schedule
@@ -14,6 +16,9 @@ _DECIDED = (
     *("devices", "mesh", "microbatches", "schedule", "remat", "seed"),
     *("loss", "loss_weight", "init", "example", "batch_dims", "target_dims", "timeout", "transport"),
 )
+# How Trainer and its models name what recomputes activations, since transformers 5.23 and before.
+_WHAT = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+CHECKPOINTING = f"{_WHAT}_checkpointing"
 
 
 def check_arguments(args: Any, options: Mapping[str, Any]) -> None:
