@@ -30,6 +30,7 @@ from gapless.errors import TransportError
 
 _POLL = 0.005
 _MODULES = ("tests.run.crew", "tests.run.forked", "tests.run.preloaded", "tests.programs")
+_HAS_GPU = Path("/dev/nvidiactl").exists()  # to trace asks for it, which spoils a fork: ranks trace themselves
 _SOCKET, _ERRORS = "socket", "errors.txt"
 
 
@@ -183,9 +184,11 @@ def _answered(
 
 def _found(question: dict[str, Any]) -> Callable[..., object]:
     for name in (*_MODULES, *filter(None, [question["imports"]])):
-        getattr(import_module(name), "before_ranks", bool)()
-    module, _, path = question["start"].partition(":")
-    function: Callable[..., object] = getattr(import_module(module), path)
+        module = import_module(name)
+        if not _HAS_GPU:
+            getattr(module, "before_ranks", bool)()
+    home, _, path = question["start"].partition(":")
+    function: Callable[..., object] = getattr(import_module(home), path)
     return function
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -194,8 +194,9 @@ class HeldModel:
         include its state.
         """
         self._check_made()
-        copies = {} if self._training is None else self._training._copies()
-        return held_memory(self._staged.stages, self._staged.schedule, optimizer, copies)
+        looking: AbstractContextManager[dict[Any, int]] = nullcontext({})
+        with looking if self._training is None else self._training._looking() as copies:
+            return held_memory(self._staged.stages, self._staged.schedule, optimizer, copies)
 
     @property
     def compile_seconds(self) -> float:

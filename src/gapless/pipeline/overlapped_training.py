@@ -5,8 +5,8 @@ for x, y in loader:
     result = training.step(x, y)
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -35,6 +35,7 @@ from gapless.run.program import Program
 from gapless.run.world import Ran, World
 from gapless.schedule.timeline import Timeline
 from gapless.stage.autocast import casts_are_kept
+from gapless.stage.batch.own_copies import own
 from gapless.stage.batch.share import Share
 from gapless.stage.settings import settings
 
@@ -79,6 +80,7 @@ class OverlappedTraining:
         self._stages: Any = None  # for which parts were made
         self._under_way: dict[int, tuple[PendingResult, Groups, bool]] = {}  # and whether they update
         self._settings: tuple[Any, ...] = ()
+        self._looks = False
         self._groups: Groups = ()  # of the last update
         # Torch's own take each parameter by itself.
         self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.devices) > 1
@@ -115,6 +117,8 @@ class OverlappedTraining:
         if "scaler" in batch:
             raise ConfigError("a step of training takes no scaler=: give it to pipe.training")
         inputs = batch_of(inputs, batch, "step")
+        if self._world.one_process:  # threads use them when this has returned
+            inputs, target = own(inputs), own(target)
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps
         try:
@@ -163,7 +167,7 @@ class OverlappedTraining:
 
     def _used(self, module: nn.Module) -> None:
         """Somebody uses a module, whose weights and modes may be those of a step that is under way in other threads."""
-        if self._steps.is_running:
+        if self._steps.is_running and not self._looks:
             own = [each for each in (self._staged.module, self._loss) if isinstance(each, nn.Module)]
             if not {each for part in own for each in part.modules()}.isdisjoint(module.modules()):
                 self.settle()
@@ -181,9 +185,14 @@ class OverlappedTraining:
         goes_on = self._under_way and all(self._pipe._goes_on(*each, cut=True) for each in batches)
         return self._steps.call() if goes_on else None
 
-    def _copies(self) -> dict[Parameter, int]:
-        """Bytes that are kept of each, to undo a step."""
-        return {each: size for device in self._steps.devices for each, size in device.part.copies().items()}
+    @contextmanager
+    def _looking(self) -> Iterator[dict[Parameter, int]]:
+        """Bytes that are kept of each parameter, to undo a step; meanwhile uses of modules settle nothing."""
+        self._looks = True
+        try:
+            yield {each: size for device in self._steps.devices for each, size in device.part.copies().items()}
+        finally:
+            self._looks = False
 
     def close(self) -> None:
         """Settles, and leaves the optimizer to its owner."""

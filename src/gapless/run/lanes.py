@@ -62,6 +62,10 @@ class CpuLane:
                 torch.cuda.synchronize(gpu)
         return mb.unflatten([_moved(tensor, self.device) for tensor in tensors], shape)
 
+    def follow(self, queued: dict[torch.device, torch.cuda.Event]) -> None:
+        """It goes on after what the caller has queued."""
+        self.caller = queued
+
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around everything this lane computes."""
         return contextlib.nullcontext()
@@ -140,6 +144,10 @@ class CudaLane:
         self.stream.wait_stream(self.copies)
         return made
 
+    def follow(self, queued: dict[torch.device, torch.cuda.Event]) -> None:
+        self.stream.wait_event(queued[self.device])
+        self.copies.wait_event(queued[self.device])
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -197,18 +205,20 @@ def await_computed(tensors: Iterable[Tensor], when: Mapping[torch.device, torch.
 @contextlib.contextmanager
 def fenced(lanes: Sequence[Lane]) -> Iterator[None]:
     """The lanes start after what the caller has queued, and what the caller queues next starts after the lanes."""
-    streams = [lane for lane in lanes if isinstance(lane, CudaLane)]
-    if len(streams) < len(lanes) and torch.cuda.is_initialized():
-        gpus = {lane.device for lane in streams} | {torch.device("cuda", torch.cuda.current_device())}
-        queued = {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}
-        for each in lanes:
-            if isinstance(each, CpuLane):
-                each.caller = queued
-    for lane in streams:
-        lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
-        lane.copies.wait_stream(torch.cuda.current_stream(lane.device))
+    queued = queued_by_caller(lanes)
+    for lane in lanes:
+        lane.follow(queued)
     try:
         yield
     finally:
-        for lane in streams:
-            torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
+        for lane in lanes:
+            if isinstance(lane, CudaLane):
+                torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
+
+
+def queued_by_caller(lanes: Sequence[Lane]) -> dict[torch.device, torch.cuda.Event]:
+    """What the caller has queued so far on each GPU that these may read from."""
+    gpus = {lane.device for lane in lanes if isinstance(lane, CudaLane)}
+    if torch.cuda.is_initialized():
+        gpus.add(torch.device("cuda", torch.cuda.current_device()))
+    return {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}

@@ -18,6 +18,10 @@ def test_equal_bits_are_no_distance_and_anything_else_is_some() -> None:
     x = torch.tensor([3.0, 4.0])
     assert distance([x, torch.tensor([math.nan])], [x.clone(), torch.tensor([math.nan])]) == 0.0
     assert distance([x], [torch.tensor([3.0, 4.5])]) == 0.1
+    nans = torch.tensor([0x7FC00000, 0x7FFFE000, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    assert distance(nans, nans[[1, 0, 2]]) == 0.0  # numbers that are none have many bits
+    assert distance(torch.cat([x, nans]), torch.cat([torch.tensor([3.0, 4.5]), nans[[1, 0, 2]]])) == 0.1
+    assert distance(nans, nans[[0, 2, 1]]) == math.inf
     assert distance(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])) > 0.0
     for other in (x.double(), x[:1], torch.tensor([3.0, math.nan]), [x, x.clone()]):
         assert distance(x, other) == math.inf

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import TransportError, note_place
 from gapless.run.channels import StoppedError
 from gapless.run.execute import measured, place_of
-from gapless.run.lanes import await_computed, computed, fenced
+from gapless.run.lanes import await_computed, computed, fenced, queued_by_caller
 from gapless.run.one_process import OneProcess
 from gapless.run.overlap.notice_board import NoticeBoard, ThreadCourt
 from gapless.run.overlap.optimizer_part import Setting
@@ -50,6 +50,7 @@ class HandedStep:
     threads: int = field(default_factory=torch.get_num_threads)
     state: CallerState = field(default_factory=CallerState)
     weights: tuple[float, ...] = ()
+    queued: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)  # by the caller, before
     losses: tuple[Tensor, ...] | None = None
     computed: Mapping[torch.device, torch.cuda.Event] = field(default_factory=dict)  # when the losses are there
     ended: threading.Event = field(default_factory=threading.Event)  # losses are there, or never will be
@@ -93,9 +94,9 @@ class ThreadSteps:
         program.channels.begin()
         program.at_verdict = partial(self._verdict, job)
         self._jobs.append(job)
-        with fenced(self._world.lanes):
-            for inbox in self._inboxes:
-                inbox.put(job)
+        job.queued = queued_by_caller(self._world.lanes)
+        for inbox in self._inboxes:
+            inbox.put(job)
         if len(self._jobs) > 1:
             self._wait()
         self._board.post(("setting", step), setting())
@@ -210,6 +211,7 @@ class ThreadSteps:
         try:
             while (job := self._inboxes[device].get()) is not None:
                 with lane.entered(), job.state.entered():
+                    lane.follow(job.queued)  # here: a stream that captures a graph may wait for nothing
                     self._run(job, device)
             with lane.entered():
                 self._settle(device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.own_copies import copies, copy, made_like
 from gapless.stage.batch.view_bases import mark_view, marked_as, was_view
 from gapless.stage.random.draws import UncapturableError
 
@@ -24,7 +25,7 @@ class FixedTree:
 
     def __init__(self, tree: Any) -> None:
         given, shape = mb.flatten(tree, views=True)
-        tensors = [marked_as(_empty(each), each) for each in given]
+        tensors = [marked_as(made_like(each), each) for each in given]
         self.tree = mb.unflatten(tensors, shape)
         self._places = [each.detach() for each in tensors]
         self.take(tree)
@@ -41,7 +42,7 @@ class FixedTree:
 
     def take(self, tree: Any) -> None:
         """The values of another one that is made alike."""
-        _copy(self._places, mb.flatten(tree, views=True)[0])
+        copy(self._places, mb.flatten(tree, views=True)[0])
 
 
 class LeftTree:
@@ -53,7 +54,7 @@ class LeftTree:
         self._places = [_place(each) for each in tensors]
 
     def copied(self) -> Any:
-        made = _copies(self._places)
+        made = copies(self._places)
         for each, (wanted, is_view) in zip(made, self._marks, strict=True):
             if wanted:
                 each.requires_grad_()
@@ -84,7 +85,7 @@ class GraphedHalf:
         if self._given != [_made_alike(each) for each in grads]:
             return False
         pairs = [(mine, each) for mine, each in zip(self._grads, grads, strict=True) if mine is not None]
-        _copy([mine for mine, _ in pairs], [each for _, each in pairs if each is not None])
+        copy([mine for mine, _ in pairs], [each for _, each in pairs if each is not None])
         return True
 
     def again(self) -> Grads:
@@ -93,7 +94,7 @@ class GraphedHalf:
 
     def found(self) -> Grads:
         """The gradients of the inputs that the last replay has left."""
-        made = iter(_copies([each for each in self._found if each is not None]))
+        made = iter(copies([each for each in self._found if each is not None]))
         found = [None if each is None else next(made) for each in self._found]
         for each, for_base in zip(found, self._for_bases, strict=True):
             if for_base and each is not None:
@@ -110,11 +111,11 @@ def add_grads(added: Sequence[tuple[Parameter, Tensor]]) -> None:
         torch._foreach_add_([grad for grad, _ in full], [each for _, each in full])
     for some in _in_batches([(grad, each) for grad, each in more if each.dtype != grad.dtype]):
         cast = [torch.empty_like(grad) for grad, _ in some]
-        _copy(cast, [each for _, each in some])
+        copy(cast, [each for _, each in some])
         torch._foreach_add_([grad for grad, _ in some], cast)
     if fresh:
         made = [torch.empty_like(parameter) for parameter, _ in fresh]
-        _copy(made, [each for _, each in fresh])
+        copy(made, [each for _, each in fresh])
         for (parameter, _), grad in zip(fresh, made, strict=True):
             parameter.grad = grad
 
@@ -146,7 +147,9 @@ class GraphedMicrobatch:
         if dtype is not None:
             precise = torch.float64 if dtype == torch.float64 else torch.float32
             device = torch.cuda.current_device()
-            self.weight = torch.empty((), dtype=precise, device=device) if isinstance(weight, float) else _empty(weight)
+            self.weight = (
+                torch.empty((), dtype=precise, device=device) if isinstance(weight, float) else made_like(weight)
+            )
             self._weigh(weight)
         self.forward: Replay
         self.handed: LeftTree
@@ -202,8 +205,8 @@ def grads_aside(
 
 def fixed_grads(grads: Grads) -> Grads:
     """Copies at places of their own."""
-    places = [None if each is None else _empty(each) for each in grads]
-    _copy([each for each in places if each is not None], [each for each in grads if each is not None])
+    places = [None if each is None else made_like(each) for each in grads]
+    copy([each for each in places if each is not None], [each for each in grads if each is not None])
     return [each if of is None or each is None else marked_as(each, of) for each, of in zip(places, grads, strict=True)]
 
 
@@ -217,31 +220,3 @@ def _place(tensor: Tensor) -> Tensor:
 
 def _made_alike(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    """Laid out in the same way, since kernels are chosen by that: one number that was spread is one here too."""
-    once = _once(tensor)
-    made = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made if once is tensor else made.expand(tensor.shape)
-
-
-def _once(tensor: Tensor) -> Tensor:
-    """Without the dimensions along which it repeats itself."""
-    if 0 in tensor.stride():
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-@torch.no_grad()
-def _copy(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    if places:
-        torch._foreach_copy_([_once(each) for each in places], [_once(each) for each in tensors])
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    made = [_empty(each) for each in tensors]
-    _copy(made, tensors)
-    return made

@@ -20,6 +20,7 @@ from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.replica import Replica, casts_unkept
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
+from gapless.stage.batch.own_copies import own
 from gapless.stage.random.exclusive import exclusively
 
 _AHEAD = 4  # minibatches for each replica that are taken from the loader before a result is
@@ -84,12 +85,13 @@ class ReplicaThreads:
         return self._course.next
 
     def _feed(self, number: int, batch: Any) -> None:
-        pair = None if batch is _END else pair_of(batch, number)
+        pair = (None, None) if batch is _END else pair_of(batch, number)
+        inputs, target = map(own, pair)
         with self._lock:
-            if pair is None:
+            if batch is _END:
                 self._ended = True
             else:
-                self._waiting[number] = pair
+                self._waiting[number] = inputs, target
             self._changed.notify_all()
 
     def _stop(self) -> None:
