@@ -63,6 +63,31 @@ def test_a_step_that_does_not_wait_has_a_batch_of_its_own(schedule: str) -> None
         assert torch.equal(ours, theirs)
 
 
+class Halves(nn.Module):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5) + 0
+
+
+@pytest.mark.parametrize("target_of", [lambda x: x, lambda x: x.detach(), lambda x: x.view(12, 2, 4)[:, 0]])
+def test_a_target_that_shares_memory_with_the_inputs_still_does(target_of: Callable[[Tensor], Tensor]) -> None:
+    model, expected = nn.Sequential(Halves(), *model_of()), []
+    plain, x = copy.deepcopy(model), BATCHES[0][0].clone()
+    y = target_of(x)
+    width = y.shape[-1]
+    for part, goal in zip(x.split(2), y.split(2), strict=True):
+        expected.append(F.mse_loss(plain(part)[:, :width], goal).detach())
+    x = BATCHES[0][0].clone()
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(outputs[:, :width], target)
+
+    with gapless.Pipeline(model, devices=2, microbatches=6, loss=loss, loss_weight=len) as pipe:
+        result = pipe.training(sgd(model.parameters())).step(x, target_of(x))
+        assert [*result.losses] == expected
+
+
 def streamed(model: nn.Sequential, loader: Iterator[Any]) -> list[Tensor]:
     with (
         gapless.Pipeline(model, devices=2, microbatches=6, schedule="2bw", loss=F.mse_loss) as pipe,
@@ -94,8 +119,11 @@ def test_copies_are_laid_out_as_what_they_copy() -> None:
         "n": 3,
     }
     batch["learns"] = x[1:].clone().requires_grad_()
-    made, as_it_was = own(batch), copy.deepcopy({**batch, "learns": batch["learns"].detach()})
+    (made, same), as_it_was = own(batch, x[1:, 2:7]), copy.deepcopy({**batch, "learns": batch["learns"].detach()})
     x.zero_()
+    made["cut"][1] = as_it_was["cut"][1] = 7.0
+    as_it_was["turned"][2:7, 1] = 7.0
+    assert torch.equal(same, made["cut"][1:])
     assert made.keys() == batch.keys()
     assert made["n"] == 3
     assert made["learns"].requires_grad

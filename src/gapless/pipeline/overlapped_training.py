@@ -118,7 +118,7 @@ class OverlappedTraining:
             raise ConfigError("a step of training takes no scaler=: give it to pipe.training")
         inputs = batch_of(inputs, batch, "step")
         if self._world.one_process:  # threads use them when this has returned
-            inputs, target = own(inputs), own(target)
+            inputs, target = own(inputs, target)
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps
         try:

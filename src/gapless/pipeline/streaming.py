@@ -150,7 +150,7 @@ def _cut(
     if stream.is_running and not (has_first or has_last or traced):
         return [Fed(None, None, 0.0)] * count  # that there is one is all that counts here
     dims = options.batch_dims, options.target_dims
-    minibatch = Minibatch.cut(own(inputs), own(target), count, *dims, needed=has_first or traced)
+    minibatch = Minibatch.cut(*own(inputs, target), count, *dims, needed=has_first or traced)
     prepared = _prepared(staged, minibatch, stream)
     if staged.stages is not made_of:
         raise MODEL_EDITS.refusal("the model was edited since the stream was made", "make a new stream")

@@ -86,7 +86,7 @@ class ReplicaThreads:
 
     def _feed(self, number: int, batch: Any) -> None:
         pair = (None, None) if batch is _END else pair_of(batch, number)
-        inputs, target = map(own, pair)
+        inputs, target = own(*pair)
         with self._lock:
             if batch is _END:
                 self._ended = True
