@@ -84,13 +84,14 @@ def write_plain(folder: str, name: str, process: int = 0, **more: Any) -> Any:
 
 def compare(trainer: Any, steps: list[Left], plain: Path) -> None:
     """After every step the parameters of this rank, at the end all, and what was logged."""
-    wanted, logs = torch.load(plain)
+    wanted, logs = torch.load(plain, map_location="cpu")
     here = [name for name, _ in trainer.pipe.named_parameters()]
     assert len(steps) == len(wanted)
     for step, (ours, theirs) in enumerate(zip(steps, wanted, strict=True)):
-        wrong = [name for name in here if not torch.equal(ours[name], theirs[name])]
+        wrong = [name for name in here if not torch.equal(ours[name].cpu(), theirs[name])]
         assert not wrong, f"step {step}: {wrong}"
-    wrong = [name for name, each in trainer.model.named_parameters() if not torch.equal(each, wanted[-1][name])]
+    ended = {name: each.cpu() for name, each in trainer.model.named_parameters()}
+    wrong = [name for name, each in ended.items() if not torch.equal(each, wanted[-1][name])]
     assert not wrong, f"at the end: {wrong}"
     assert logged(trainer) == logs, f"{logged(trainer)}, but {logs}"
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gapless.distributed import init_process_group
-from tests.hf.on_ranks import OWN, SAVED
+from tests.hf.on_ranks import OWN, SAVED, partly_frozen
 from tests.hf.training import arguments, padded, rows
-from tests.model.hub import gpt2, hub
+from tests.model.hub import hub
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     init_process_group("gloo")
     folder = Path(sys.argv[1])
     given: dict[str, Any] = {"train_dataset": rows(28), "data_collator": padded, "callbacks": [Killed()], **OWN}
-    trainer = PipelineTrainer(gpt2(), arguments(folder, **SAVED), **given)
+    trainer = PipelineTrainer(partly_frozen(), arguments(folder, **SAVED), **given)
     trainer.train(resume_from_checkpoint=folder.exists() and any(folder.iterdir()))
 
 
