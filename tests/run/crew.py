@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -123,10 +124,12 @@ def leave() -> None:
 
 
 def free_port() -> str:
-    """One that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """One that nobody listens on. Higher ones may be taken a moment later: systems hand them out."""
+    while True:
+        port = secrets.choice(range(20_000, 30_000))
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def _rank(rank: int, ranks: int, port: str, module: str, function: str, *words: str) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless import Pipeline, plain_step
+from gapless.stage.graphs.cast_places import CastPlaces
 from gapless.zoo.gpt import gpt
 
 pytestmark = [
@@ -128,6 +129,19 @@ def test_a_cast_that_is_changed_in_place_is_not_read_by_others() -> None:
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(ours.grad, theirs.grad), step  # type: ignore[arg-type]
         assert "no graphs: a layer changes the cast of a weight in place" in repr(pipe), repr(pipe)
+
+
+def test_a_place_is_filled_after_torch_has_filled_its_memory_with_nan() -> None:
+    layer, x = nn.Linear(64, 64).cuda(), torch.randn(4, 64, device="cuda")
+    places = CastPlaces(list(layer.parameters()))
+    with torch.cuda.stream(places._stream):
+        torch.cuda._sleep(100_000_000)
+    with torch.autocast("cuda", torch.bfloat16), places:
+        layer(x)
+    places.fill()
+    torch.cuda.synchronize()
+    for place, parameter in zip(places.places(), layer.parameters(), strict=True):
+        assert torch.equal(place, parameter.bfloat16())
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["float32", "bf16"])

@@ -30,7 +30,7 @@ class CastPlaces(TorchDispatchMode):
         self._parameters = {_memory(each): each.detach() for each in parameters}
         self._places: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # parameters and their casts
         self._filled: Any = None  # with what
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None  # that no lane has
 
     @contextlib.contextmanager
     def read(self, calls: Calls) -> Iterator[None]:
@@ -53,6 +53,8 @@ class CastPlaces(TorchDispatchMode):
             parameters, places = zip(*self._places.values(), strict=True)
             now = len(places), [*map(VERSION, parameters)]
             if now != self._filled:
+                if self._stream is not None:  # torch fills new memory with NaN if algorithms must be deterministic
+                    torch.cuda.current_stream().wait_stream(self._stream)
                 torch._foreach_copy_(places, parameters)
                 self._filled = now
 
