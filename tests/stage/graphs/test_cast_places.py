@@ -132,16 +132,19 @@ def test_a_cast_that_is_changed_in_place_is_not_read_by_others() -> None:
 
 
 def test_a_place_is_filled_after_torch_has_filled_its_memory_with_nan() -> None:
-    layer, x = nn.Linear(64, 64).cuda(), torch.randn(4, 64, device="cuda")
-    places = CastPlaces(list(layer.parameters()))
-    with torch.cuda.stream(places._stream):
-        torch.cuda._sleep(100_000_000)
-    with torch.autocast("cuda", torch.bfloat16), places:
-        layer(x)
-    places.fill()
-    torch.cuda.synchronize()
-    for place, parameter in zip(places.places(), layer.parameters(), strict=True):
-        assert torch.equal(place, parameter.bfloat16())
+    x = torch.randn(4, 64, device="cuda")
+    for late in (1, 1_000_000_000):  # kernels are loaded when they first run, which waits for the GPU
+        layer = nn.Linear(64, 64, bias=False).cuda()
+        places = CastPlaces(list(layer.parameters()))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(places._stream):
+            torch.cuda._sleep(late)
+        with torch.autocast("cuda", torch.bfloat16), places:
+            layer(x)
+        places.fill()
+        torch.cuda.synchronize()
+        (place,) = places.places()
+        assert torch.equal(place, layer.weight.bfloat16())
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["float32", "bf16"])
