@@ -11,12 +11,12 @@ from tests.pipelines import Do, assert_same
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
 
 
 def mixed(dtype: torch.dtype) -> nn.Module:
     """Weights of a dtype of its own, between inputs and outputs of float32."""
-    return Do(lambda layer, x: layer(x.to(layer.weight.dtype)).float(), nn.Linear(6, 6, dtype=dtype))
+    return Do(lambda layer, x: layer(x.to(layer.weight.dtype)).real.float(), nn.Linear(6, 6, dtype=dtype))
 
 
 def layers_of(seed: int) -> tuple[list[nn.Module], float]:
@@ -31,7 +31,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def clips(make: Callable[[list[nn.Module]], gapless.Pipeline] = pipeline) -> None:
-    for seed in range(8):
+    for seed in range(16):
         layers, norm_type = layers_of(seed)
         plain = nn.Sequential(*layers_of(seed)[0])
         gapless.plain_step(list(plain), *batch(), loss=nn.functional.mse_loss, microbatches=4)

@@ -1,7 +1,7 @@
 """Gradients as a whole: their norm, with the bits of torch's own function on a model in one piece, however it was cut.
 
 That takes the norm of each gradient, in its dtype, and then the norm of these: first those of one dtype, then those of
-the next, in an order of torch's own.
+the next, in an order of torch's own. (Here a norm has the dtype of its gradient where that is complex, too.)
 """
 
 import warnings
@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gapless.errors import GaplessError
 from gapless.guards.between_ranks import NORM_OF_A_PART, OPTIMIZER_OF_A_PART
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of norms
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -103,7 +103,7 @@ def clip_everywhere(
 def as_rows(norms: Mapping[int, Tensor], count: int) -> Tensor:
     """Norms by the number of their parameter, of so many, as ranks add them: each norm, and its dtype."""
     found = torch.zeros(2, count, dtype=torch.float64)
-    values = torch.stack([norm.double() for norm in norms.values()]).tolist() if norms else []  # in one copy
+    values = torch.stack([norm.real.double() for norm in norms.values()]).tolist() if norms else []  # in one copy
     for (number, norm), value in zip(norms.items(), values, strict=True):
         found[:, number] = torch.tensor([value, 1 + _DTYPES.index(norm.dtype)], dtype=torch.float64)
     return found
@@ -122,7 +122,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     for [each], places in grouped([grads[number] for number in plain]):
         norms = torch._foreach_norm(each, norm_type)
         found |= {plain[place]: norm for place, norm in zip(places, norms, strict=True)}
-    return [found[number] for number in range(len(grads))]
+    return [found[number].to(grad.dtype) for number, grad in enumerate(grads)]
 
 
 def _sharded(grads: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
@@ -142,7 +142,7 @@ def _scale(grads: Sequence[Tensor], norms: list[Tensor], max_norm: float, norm_t
 
 def total_of(norms: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients, from those of each."""
-    ordered = [norm for [group], _ in grouped(norms) for norm in group]
+    ordered = [norm.real for [group], _ in grouped(norms) for norm in group]
     total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     return total
 

@@ -75,5 +75,5 @@ class Check:
         """Whether these alone say that the step as it is will not stand."""
         if not self or not norms:
             return False
-        own = torch.linalg.vector_norm(torch.stack([norm.double().cpu() for norm in norms.values()])).item()
+        own = torch.linalg.vector_norm(torch.stack([norm.real.double().cpu() for norm in norms.values()])).item()
         return not math.isfinite(own) or (self.max_norm is not None and own > _SURELY * self.max_norm)
