@@ -97,7 +97,8 @@ class OneProcess:
             execute(program, self.team)
             return Ran(program.losses, tuple(weights))
         for each in self.ties:
-            each.begin()
+            with self.lanes[program.schedule.placement.homes[each.stages[0]]].entered():  # in its stream
+                each.begin()
         execute(program, self.team)
         for each in self.ties:
             each.end()

@@ -198,8 +198,9 @@ class ManyProcesses:
         try:
             if not program.inference:
                 self._exchange.begin()
-                for each in self._ties:
-                    each.begin()
+                with self.lane.entered():  # in its stream, as the gradients that will come
+                    for each in self._ties:
+                        each.begin()
             self._check_weights()
             self.watch.roll.begin()  # from here on others depend on this rank
             channels = program.channels
