@@ -213,8 +213,7 @@ class ManyProcesses:
                     stage.finish()
                 self._unfinished = not self._exchange.share.sync
             losses, weights = self._losses.everywhere(program, weights)
-            timeline = self._clock.timeline(program, self.lane) if program.recorded else None
-            return Ran(losses, tuple(weights), timeline)
+            return Ran(losses, tuple(weights), self._clock.timeline(program, self.lane) if program.recorded else None)
         except BaseException:
             if not program.inference:
                 self._exchange.give_up()
