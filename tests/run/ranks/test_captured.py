@@ -64,7 +64,7 @@ def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str | Pla
 def test_ranks_have_the_bits_of_the_plain_loop_and_cut_a_traced_model_where_the_plan_says(
     tmp_path: Path, launch: Launch
 ) -> None:
-    options: dict[str, Any] = {"schedules": ["1f1b"], "microbatches": 4, "seconds": 0.01}
+    options: dict[str, Any] = {"schedules": ["1f1b"], "microbatches": 4, "flops": 1e7}
     plan = gapless.make_plan(TiedGpt(), *tokens(8), devices=["cpu"] * 2, loss=logits_loss, **options)
     plan.write(tmp_path / "plan.json")
     launch(captured_models, 2, str(tmp_path / "plan.json"))
