@@ -52,7 +52,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Several tensors of one memory, copied as one piece of it."""
-    if len(tensors) < 2:
+    if len(tensors) == 1:
         return copies(tensors)
     starts, ends = zip(*map(_span, tensors), strict=True)
     first = min(starts) // 16 * 16
