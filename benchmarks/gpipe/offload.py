@@ -37,7 +37,8 @@ from gapless import Pipeline, offload_optimizer
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
-from gapless.plan.profile.profile import Host, Profile, Seconds
+from gapless.plan.profile.measure import measure
+from gapless.plan.profile.profile import Host, Profile
 from gapless.plan.search.search import search
 from gapless.plan.search.search_options import SearchOptions
 from gapless.units import show_count
@@ -117,16 +118,14 @@ def run(
 
 def _counted(contest: Contest, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
-    profile, layers = giants.transformer_profile(1, contest.samples, contest.size, contest.tokens), []
-    for layer in profile.layers:
-        taken = Seconds(giants.OPERATIONS_PER_SECOND / speed * layer.forward.median)
-        layers.append(replace(layer, forward=taken, input_grad=taken, weight_grad=taken, recompute=taken))
-    return replace(profile, layers=tuple(layers), host=Host(bandwidth))
+    with torch.device("meta"):
+        layers = list(giants.transformer(1, contest.size, contest.tokens))
+    ids = _ids(contest, 1)
+    return replace(measure(layers, ids, ids, loss=next_token_loss, flops=speed), host=Host(bandwidth))
 
 
 def _measured(contest: Contest, progress: Progress) -> Profile:
     """The same on a GPU, with what messages between ranks keep there. All ranks share the link to the host."""
-    from gapless.plan.profile.measure import measure
     from gapless.run.ranks.wire.gpu_memory.slots import most_bytes
     from gapless.stage.offload.host_link import link_speed
 
