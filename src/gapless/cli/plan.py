@@ -194,7 +194,7 @@ def _without_flush(arguments: argparse.Namespace) -> int:
     if wrong or _is_config(arguments):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(
-            f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
+            f"--no-flush plans from a profile, for equal devices, and {what} does not apply there: leave that out"
         )
     (memory,) = memories(arguments.memory, 1) or [None]
     report, data = planned(_profile(arguments), arguments.devices or 4, arguments.no_flush, memory)

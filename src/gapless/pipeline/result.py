@@ -79,7 +79,7 @@ class PendingResult:
             return self._compute()
         except StoppedError:
             self._settle()  # which raises why, unless that was done before
-            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
+            raise TransportError("the step was abandoned and has no loss: an earlier error says why") from None
 
     @property
     def loss(self) -> Tensor | None:

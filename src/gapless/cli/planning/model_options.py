@@ -40,14 +40,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """One source, with the options that are for it."""
     if (arguments.source is None) == (arguments.model is None):
-        raise ConfigError("gapless plan takes one of PROFILE and --model NAME: give a profile, a config or a model")
+        raise ConfigError("gapless plan needs either PROFILE or --model NAME: give a profile, a config or a model")
     for name in ("length", "dtype", "flops") if arguments.model is None else ():
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for --model: a profile or a config says that itself")
     if arguments.model is not None and arguments.write:
         raise ConfigError(
-            "--write is for a plan to train with, and one from a config alone is not: give the model and a batch to "
-            "gapless.make_plan, with flops= if nothing is to be run"
+            "--write is for plans to train with, and a config alone gives none: pass the model and a batch to "
+            "gapless.make_plan, with flops= if nothing should run"
         )
 
 
