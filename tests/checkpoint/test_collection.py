@@ -202,7 +202,9 @@ def test_nobody_is_told_to_remove_what_only_can_not_be_read(tmp_path: Path, pipe
         for file in (newest / "manifest.json", next(newest.glob("*.safetensors"))):
             with (
                 unreadable(file, tmp_path),
-                pytest.raises(CheckpointError, match=rf"{file.name} can't be read: Permission denied; it may be intact"),
+                pytest.raises(
+                    CheckpointError, match=rf"{file.name} can't be read: Permission denied; it may be intact"
+                ),
             ):
                 run.load(optimizer)
         next(newest.glob("*.safetensors")).write_bytes(b"")

@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help=resume)
     asked.add_options(
         parser,
-        ("--fresh", "start a new run, in a folder that holds none yet"),
+        ("--fresh", "start a new run, in a new folder"),
         ("--plain", "plain lines on a terminal too"),
         ("--json", "print one JSON object at the end; progress goes to standard error"),
     )

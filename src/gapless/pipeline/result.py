@@ -62,9 +62,9 @@ def _told(*_: Any, **__: Any) -> None:
 
 
 class PendingResult:
-    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. `norm`, the norm of
-    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
-    first. `rate` is the learning rate of its update, that of the optimizer's first group.
+    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. Reading `norm` (of
+    all gradients before clipping), `skipped` (whether they or the loss were not finite) or `timeline` settles the step.
+    `rate` is the learning rate of its update, that of the optimizer's first group.
     """
 
     def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:

@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--model", str, None, "NAME", "a folder with a config.json, or a model on the Hub, in place of PROFILE"),
         ("--length", int, None, "N", "tokens in a sample (default: 4096, or the model's longest)"),
         ("--dtype", str, None, "TYPE", "of weights, gradients and AdamW's state (default: the config's)"),
-        ("--flops", str, None, "X", f"what a device computes in a second (default {_SPEED})"),
+        ("--flops", str, None, "X", f"speed of a device in FLOP/s (default {_SPEED})"),
     )
 
 

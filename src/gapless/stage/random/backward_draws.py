@@ -46,7 +46,7 @@ class BackwardMode(Mode):
                 raise SHARED_GENERATORS.refusal(
                     f"a hook, or the backward of a function, calls {name} with a torch.Generator that a forward or "
                     "another stage draws from too, in another order than plain training",
-                    "give each hook a generator of its own",
+                    "give each hook its own generator",
                 )
         return self.plain(func, args, kwargs)
 
