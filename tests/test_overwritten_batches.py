@@ -132,3 +132,15 @@ def test_copies_are_laid_out_as_what_they_copy() -> None:
             assert torch.equal(made[name], each), name
             assert made[name].stride() == batch[name].stride(), name
     assert torch.equal(made["sparse"].to_dense(), as_it_was["sparse"].to_dense())
+
+
+def test_parts_of_a_data_set_are_copied_without_what_lies_between_them() -> None:
+    data = torch.arange(2 * 1000 * 8).view(2, 1000, 8)
+    batch = {"x": data[0, 8:16], "shifted": data[0, 9:17], "y": data[1, 8:16], "again": data[1, 8:16]}
+    made, target = own(batch, data[1, 500:508])
+    assert {name: each.tolist() for name, each in made.items()} == {name: each.tolist() for name, each in batch.items()}
+    memories = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*made.values(), target)}
+    assert sum(memories.values()) <= (9 + 8 + 8) * 8 * data.element_size() + 16
+    made["x"][1] = made["y"][1] = 0
+    assert not made["shifted"][0].any()
+    assert not made["again"][1].any()

@@ -1,5 +1,6 @@
 """Copies of tensors, laid out as those are: kernels are chosen by that, and so are the last bits."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def own(inputs: Any, target: Any) -> tuple[Any, Any]:
     regions: dict[int, dict[Any, Tensor]] = {}  # by storage
     for each in filter(_is_plain, tensors):
         regions.setdefault(each.untyped_storage()._cdata, {}).setdefault(_region(each), each.detach())
-    made = {key: dict(zip(some, _together([*some.values()]), strict=True)) for key, some in regions.items()}
+    made = {key: _by_region(some) for key, some in regions.items()}
     found = [
         made[each.untyped_storage()._cdata][_region(each)].detach() if _is_plain(each) else each.detach().clone()
         for each in tensors
@@ -28,13 +29,32 @@ def own(inputs: Any, target: Any) -> tuple[Any, Any]:
     return inputs, target
 
 
+def _by_region(views: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    """Copies of views of one memory, which may be a whole data set's: only what lies among them is copied together."""
+    pieces: list[list[Any]] = []
+    end = 0
+    for region in sorted(views, key=lambda region: _span(views[region])):
+        start, its_end = _span(views[region])
+        if start >= end:
+            pieces.append([])
+        pieces[-1].append(region)
+        end = max(end, its_end)
+    made = [_together([views[region] for region in piece]) for piece in pieces]
+    return dict(zip(itertools.chain(*pieces), itertools.chain(*made), strict=True))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Its first byte in its memory, and the one behind its last."""
+    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + spanned * tensor.element_size()
+
+
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Several tensors of one memory, copied as one piece of it."""
     if len(tensors) == 1:
         return copies(tensors)
-    starts = [each.storage_offset() * each.element_size() for each in tensors]
-    spans = [sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)) + 1 for each in tensors]
-    ends = [start + span * each.element_size() for start, span, each in zip(starts, spans, tensors, strict=True)]
+    starts, ends = zip(*map(_span, tensors), strict=True)
     first = min(starts) // 16 * 16
     memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
     piece = memory.set_(tensors[0].untyped_storage(), first, (max(ends) - first,), (1,)).clone().untyped_storage()
