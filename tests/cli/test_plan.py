@@ -143,7 +143,7 @@ def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({**PROFILE, "device": "cuda:0", "slack": 0.25}))
     out = gapless(f"plan {file} {QUICK}").out.replace("\n", " ")
-    assert "measured with an allocator that loses 25% of what comes and goes; with PYTORCH_ALLOC_CONF=expandable" in out
+    assert "measured with an allocator that loses 25% of temporary memory; with PYTORCH_ALLOC_CONF=expandable" in out
     file.write_text(json.dumps({**PROFILE, "device": "cuda:0"}))
     assert "expandable" not in gapless(f"plan {file} {QUICK}").out
 
@@ -223,7 +223,10 @@ WRONG = {
     ],
     "vgg16": [
         ("--no-flush --schedules 1f1b", "--no-flush plans from a profile, for equal devices, and --schedules does"),
-        ("--no-flush --slack 0", "--no-flush plans from a profile, for equal devices, and --slack does not apply there"),
+        (
+            "--no-flush --slack 0",
+            "--no-flush plans from a profile, for equal devices, and --slack does not apply there",
+        ),
         ("--no-flush --shard-optimizer", "for equal devices, and --shard-optimizer does not apply there"),
         ("--bandwidth 25Gb/s", "--bandwidth is '25Gb/s', but it must be a bandwidth such as '100 GB/s'"),
         ("--latency 8", "--latency is '8', but a time of at most 1 seconds is expected"),

@@ -16,7 +16,7 @@ def test_the_command_tells_sizes_of_stages_and_which_number_of_devices_fits(gapl
     code, out, _ = gapless(f"plan --model {folder} --length 16 --devices 4 --schedules 1f1b --memory 1MiB")
     assert code == 0
     assert out.startswith("LlamaForCausalLM: 11 layers, ")
-    assert "as one pipeline under 1f1b it fits on 2 such devices first" in out.replace("\n", " ")
+    assert "as one pipeline under 1f1b it first fits on 2 such devices" in out.replace("\n", " ")
     assert "nothing was run: times are FLOPs at 400 TFLOP/s with links that cost nothing" in out.replace("\n", " ")
     table = out[out.index("stage  layers") :].splitlines()
     assert table[0].split() == ["stage", "layers", "parameters", "gradients", "optimizer", "activations", "message"]
@@ -35,7 +35,7 @@ def test_figures_are_those_of_the_profile_and_what_fits_nowhere_is_told(gapless:
     assert [stage["message"] for stage in found["stages"]][-1] == 0
     code, _, err = gapless(f"{asked} --memory 1MiB --devices 1")
     assert code == 2
-    assert err.endswith("as one pipeline under 1f1b it fits on 2 such devices first\n")
+    assert err.endswith("as one pipeline under 1f1b it first fits on 2 such devices\n")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> 
         options = {"devices": devices, "example": batch_of("bert")}
         with (
             pytest.warns(
-                UserWarning, match="2 weights are not there, and start anew: classifier.weight, classifier.bi"
+                UserWarning, match="2 weights are missing, and are initialised anew: classifier.weight, classifier.bi"
             ),
             loaded(tmp_path / "base", model_class=hub().BertForSequenceClassification, **options) as pipe,
         ):

@@ -119,8 +119,8 @@ class HubWeights(Mapping[str, Tensor]):
         missing = [name for name in self._names if self._stored_as(name) not in self._first]
         unexpected = [name for name in self._first if name not in self._names]
         for names, words, ignored in (
-            (missing, "are not there, and start anew", "_keys_to_ignore_on_load_missing"),
-            (unexpected, "are not the model's, and stay unused", "_keys_to_ignore_on_load_unexpected"),
+            (missing, "are missing, and are initialised anew", "_keys_to_ignore_on_load_missing"),
+            (unexpected, "are not in the model, and are not used", "_keys_to_ignore_on_load_unexpected"),
         ):
             told = _without(names, getattr(self._model, ignored, None))
             if told and len(told) == len(self._names) > 1:

@@ -88,7 +88,7 @@ def _first_fit(profile: Profile, memory: int, wanted: SearchOptions, minibatch: 
     for count in range(max(1, least), len(profile.layers) + 1):
         try:
             search(profile, [Device(memory)] * count, wanted, minibatch)
-            return f"as one pipeline under 1f1b it fits on {units.show_count(count, 'such device')} first"
+            return f"as one pipeline under 1f1b it first fits on {units.show_count(count, 'such device')}"
         except PlanError:
             continue
     return "as one pipeline under 1f1b it fits on no number of such devices"
