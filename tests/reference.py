@@ -64,6 +64,8 @@ _GIVEN = (
     "gapless.Timeline",
     "gapless.plan.Plan",
     "gapless.run.streams.stream.Stream",
+    "gapless.pipeline.overlapped_training.OverlappedTraining",
+    "gapless.pipeline.result.PendingResult",
 )
 
 # Their methods are known from where they come from.
@@ -72,6 +74,7 @@ _AS_THEIR_BASE = ("gapless.hf.PipelineTrainer",)
 # Public for other packages of gapless, not for its users.
 _INSIDE = {
     "Costs": ("per_stage", "durations", "transits", "hops", "recomputed_late", "merged"),
+    "PendingResult": ("result", "judge"),
     "Pipeline": ("saveable",),
     "Schedule": ("optional", "with_rows"),
     "Stream": ("loading", "saveable", "reloaded", "check_whole", "owner"),

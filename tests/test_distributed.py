@@ -117,7 +117,7 @@ def test_a_rank_that_is_missing_is_named() -> None:
             words.append(str(error))
 
     for here, sentence in (
-        ((0, 1, 2), "rank 3 of 4 has not joined within 1.5 s: see what it printed, and whether torchrun runs on every"),
+        ((0, 1, 2), "rank 3 of 4 has not joined within 1.5 s: check its output, and that torchrun runs on every"),
         ((0, 1), "ranks 2, 3 of 4 have not joined within 1.5 s: "),
         ((1, 2, 3), "rank 0 of 4 has not joined within 1.5 s: "),
     ):
@@ -141,7 +141,7 @@ def test_a_rank_whose_place_was_taken_ends() -> None:
 
     thread = threading.Thread(target=again)
     thread.start()
-    with pytest.raises(TransportError, match="rank 1 was started once more while this one waited"):
+    with pytest.raises(TransportError, match="rank 1 was restarted while this one waited"):
         agreed_name(store, 1, 2, 60.0)
     thread.join()
     (name,) = names_of([*others, Rank(store, 0, 2)])

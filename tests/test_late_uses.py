@@ -235,7 +235,7 @@ def test_a_hidden_use_of_some_microbatches_in_graphs_of_one_size_is_refused() ->
         made = part(x)
         return Twice.apply(made, part.weight) if x.mean() > 0 else made * 1.5  # type: ignore[no-untyped-call]
 
-    with pytest.raises(ConfigError, match="in a second way that torch's functions don't tell of"):
+    with pytest.raises(ConfigError, match="in a second way that torch's functions do not show"):
         assert_same_as_loop(
             lambda clock: ([linear(), Do(hidden, linear()), linear(), linear()], F.mse_loss),
             schedule="zb-v",

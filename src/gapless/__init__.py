@@ -1,21 +1,21 @@
-"""Pipeline-parallel training on PyTorch: exact, checked before it runs, simulated before it is paid for, seen while
-it runs.
+"""Pipeline-parallel training on PyTorch: exact, verified and simulated before it runs, and
+visible while it runs.
 
 The names below load when they are first used: looking at schedules never imports torch.
 
 The packages, from the lowest to the highest; each says in its own `__init__` what its files are:
 
-errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a file of theirs;
-          `slow_work`: a word while they wait
-guards    what would make numbers wrong without a word: one table
+errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a user's file;
+          `slow_work`: says what takes long
+guards    what would silently make numbers wrong: one table
 schedule  theory, without torch: actions, schedules, costs, verify and simulate
 view      drawings of schedules and timelines
 explore   a local page with sliders that redraw schedules
 stage     tensors on one device
 model     whole models, as layers or traced
 plan      how to cut a model, and which schedule to run
-run       a schedule at work: on threads, or on a process per device
-checkpoint files on disk that training goes on from
+run       runs a schedule: on threads, or on a process per device
+checkpoint files on disk that training resumes from
 distributed a process group that ranks can make again
 pipeline  what users call: Pipeline and make_plan
 zoo       models as people write them

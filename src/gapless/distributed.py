@@ -52,9 +52,7 @@ def agreed_name(store: Any, rank: int, size: int, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while not (leader and store.check([f"all {leader}"])):
         if _found(store, f"rank {rank}") != nonce:
-            raise TransportError(
-                f"rank {rank} was started once more while this one waited for others, so this one ends"
-            )
+            raise TransportError(f"rank {rank} was restarted while this one waited for others, so this one ends")
         if rank == 0:
             _call(store, nonce, size, called)
         caller = _found(store, f"call {nonce}")
@@ -67,7 +65,7 @@ def agreed_name(store: Any, rank: int, size: int, seconds: float) -> str:
                 f"ranks {', '.join(missing)} of {size} have" if len(missing) > 1 else f"rank {missing[0]} of {size} has"
             )
             raise TransportError(
-                f"{who} not joined within {seconds:g} s: see what it printed, and whether torchrun runs on every host"
+                f"{who} not joined within {seconds:g} s: check its output, and that torchrun runs on every host"
             )
         else:
             time.sleep(_PAUSE * max(1.0, size / _MANY))

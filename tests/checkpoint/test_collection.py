@@ -117,7 +117,7 @@ def test_a_step_before_the_last_is_refused_for_it_would_be_removed_at_once(
         pipe.steps = 9
         run.save(optimizer)
         pipe.steps = 3
-        with pytest.raises(CheckpointError, match="run has step-00000009, and this is step 3: continue from that one"):
+        with pytest.raises(CheckpointError, match="run has step-00000009, but this is step 3: load that one first"):
             run.save(optimizer)
         assert steps(run) == [9]
         (tmp_path / "run" / "step-00000009" / "manifest.json").write_text("{}")  # a damaged one takes nobody's place
@@ -151,12 +151,14 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_gone(
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=r"another process saves to .*run: end it, or choose another folder"):
+        with pytest.raises(
+            CheckpointError, match=r"another process is saving to .*run: end it, or choose another folder"
+        ):
             Checkpoints(tmp_path / "run", pipe)
         other.kill()
     with Checkpoints(tmp_path / "run", pipe) as run:
         run.save(sgd(pipe.parameters()))
-    with pytest.raises(CheckpointError, match="are closed: make new ones"):
+    with pytest.raises(CheckpointError, match="were closed: make a new object"):
         run.save(sgd(pipe.parameters()))
 
 
@@ -184,7 +186,7 @@ def test_the_newest_is_never_what_a_link_leads_to(tmp_path: Path, pipe: gapless.
         with pytest.raises(CheckpointError, match="latest is a link out of its folder"):
             pipe.load(tmp_path / "run" / "latest", optimizer)
         (tmp_path / "run" / "step-00000009").symlink_to("../elsewhere")
-        words = r"step-00000009 is a link out of its folder.*: remove it, and the run resumes from step-00000000$"
+        words = r"step-00000009 is a link out of its folder.*: remove it to resume from step-00000000$"
         with pytest.raises(CheckpointError, match=words):
             run.load(optimizer)
 
@@ -200,11 +202,13 @@ def test_nobody_is_told_to_remove_what_only_can_not_be_read(tmp_path: Path, pipe
         for file in (newest / "manifest.json", next(newest.glob("*.safetensors"))):
             with (
                 unreadable(file, tmp_path),
-                pytest.raises(CheckpointError, match=rf"{file.name} can't be read: Permission denied; it may be sound"),
+                pytest.raises(
+                    CheckpointError, match=rf"{file.name} can't be read: Permission denied; it may be intact"
+                ),
             ):
                 run.load(optimizer)
         next(newest.glob("*.safetensors")).write_bytes(b"")
-        with pytest.raises(CheckpointError, match="remove it, and the run resumes from step-00000001"):
+        with pytest.raises(CheckpointError, match="remove it to resume from step-00000001"):
             run.load(optimizer)
 
 

@@ -113,12 +113,12 @@ def _refuses(folder: Path) -> None:
     with each.pipe:
         with pytest.raises(CheckpointError, match=r"not the folder that the first rank has: save to a folder that all"):
             Checkpoints(folder / ("mine" if rank == 3 else "ours"), each.pipe)
-        with pytest.raises(CheckpointError, match=r"extra.number is 0 on rank 0 and 1 on rank 2; all ranks make"):
+        with pytest.raises(CheckpointError, match=r"extra.number is 0 on rank 0 and 1 on rank 2; make the same calls"):
             each.pipe.save(folder / "a", each.optimizer, extra={"number": int(rank == 2)})
-        words = r"the hash of extra.a.0 is '\w+' on rank 0 and '\w+' on rank 3; all ranks make"
+        words = r"the hash of extra.a.0 is '\w+' on rank 0 and '\w+' on rank 3; make the same calls"
         with pytest.raises(CheckpointError, match=words):
             each.pipe.save(folder / "a", each.optimizer, extra={"a": [torch.tensor([1.0, float(rank == 3)])]})
-        words = r"the list of keys in extra is 'a' on rank 0 and 'a, b' on rank 2; all ranks make"
+        words = r"the list of keys in extra is 'a' on rank 0 and 'a, b' on rank 2; make the same calls"
         with pytest.raises(CheckpointError, match=words):  # what only one rank has was saved as if all had it
             each.pipe.save(folder / "a", each.optimizer, extra={"a": 1, **({"b": 2} if rank == 2 else {})})
         thing = object() if rank == 1 else None

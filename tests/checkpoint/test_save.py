@@ -301,7 +301,7 @@ def of_scheduler(optimizer: Any) -> Any:
             r"its 0.weight is F32 \(4, 4\), and the model's is F64 \(4, 4\)",
         ),
         ({"made": model(5)}, sgd, of_scheduler, r"F32 \(5, 5\)"),
-        ({}, torch.optim.Adam, of_scheduler, "has what SGD keeps, and this optimizer is Adam: make SGD, or load"),
+        ({}, torch.optim.Adam, of_scheduler, "has the state of SGD, but this optimizer is Adam: make SGD, or load"),
         ({}, sgd, lambda _: None, "has StepLR scheduler, and load got none: pass scheduler="),
         (
             {},
@@ -379,7 +379,7 @@ def test_a_checkpoint_is_replaced_in_one_step_and_nothing_else_ever_is(tmp_path:
         for name, words in {"mine": "has other files in it", "file": "is a file", "link": "is a link"}.items():
             with pytest.raises(CheckpointError, match=words):
                 pipe.save(tmp_path / name, optimizer)
-        with pytest.raises(CheckpointError, match="is no name for a folder"):
+        with pytest.raises(CheckpointError, match="is not a valid name for a folder"):
             pipe.save("/", optimizer)
         pipe.save(tmp_path / "new" / "deep" / ".." / "b", optimizer)
         assert (tmp_path / "new" / "b" / NAME).is_file()
@@ -405,14 +405,14 @@ def test_links_out_of_a_checkpoint_are_never_followed(tmp_path: Path, checkpoint
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda made: Manifest(made.facts, made.trees, made.tensors, made.files, VERSION + 1), "use a newer one"),
+        (lambda made: Manifest(made.facts, made.trees, made.tensors, made.files, VERSION + 1), "use a newer gapless"),
         (lambda made: Manifest({**made.facts, "step": -1}, made.trees, made.tensors, made.files), "step -1"),
         (lambda made: Manifest(made.facts, made.trees, {}, made.files), "bytes that belong to nothing"),
         (
             lambda made: Manifest(
                 made.facts, made.trees, made.tensors, {f"../a/{name}": each for name, each in made.files.items()}
             ),
-            "makes no sense",
+            "can't be understood",
         ),
     ],
 )

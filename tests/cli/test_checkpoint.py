@@ -82,7 +82,7 @@ def test_weights_are_exported_as_a_file_that_the_plain_model_takes(gapless: Comm
     model.load_state_dict(load_file(tmp_path / "out.safetensors"))
     assert not torch.equal(model.state_dict()["0.weight"], before)
     code, _, err = gapless("checkpoint export", str(run), str(tmp_path / "out.safetensors"))
-    assert (code, err) == (2, f"gapless: {tmp_path}/out.safetensors is there already: export to another name\n")
+    assert (code, err) == (2, f"gapless: {tmp_path}/out.safetensors exists already: export to another name\n")
 
 
 def test_weights_are_exported_as_a_folder_that_hugging_face_loads(gapless: Command, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({**PROFILE, "device": "cuda:0", "slack": 0.25}))
     out = gapless(f"plan {file} {QUICK}").out.replace("\n", " ")
-    assert "measured with an allocator that loses 25% of what comes and goes; with PYTORCH_ALLOC_CONF=expandable" in out
+    assert "measured with an allocator that loses 25% of temporary memory; with PYTORCH_ALLOC_CONF=expandable" in out
     file.write_text(json.dumps({**PROFILE, "device": "cuda:0"}))
     assert "expandable" not in gapless(f"plan {file} {QUICK}").out
 
@@ -222,9 +222,12 @@ WRONG = {
         ("--seconds -1", "--seconds is -1, but it must be a number of at least 0"),
     ],
     "vgg16": [
-        ("--no-flush --schedules 1f1b", "--no-flush plans from a profile, for equal devices, and --schedules is not"),
-        ("--no-flush --slack 0", "--no-flush plans from a profile, for equal devices, and --slack is not for it"),
-        ("--no-flush --shard-optimizer", "for equal devices, and --shard-optimizer is not for it"),
+        ("--no-flush --schedules 1f1b", "--no-flush plans from a profile, for equal devices, and --schedules does"),
+        (
+            "--no-flush --slack 0",
+            "--no-flush plans from a profile, for equal devices, and --slack does not apply there",
+        ),
+        ("--no-flush --shard-optimizer", "for equal devices, and --shard-optimizer does not apply there"),
         ("--bandwidth 25Gb/s", "--bandwidth is '25Gb/s', but it must be a bandwidth such as '100 GB/s'"),
         ("--latency 8", "--latency is '8', but a time of at most 1 seconds is expected"),
         ("--no-flush other", "argument --no-flush: invalid choice: 'other'"),
@@ -351,8 +354,8 @@ def test_what_a_change_of_the_machine_brings_is_told(gapless: Command, refused: 
     found = json.loads(gapless(f"{line} devices+1,memory+1GiB --json").out)
     assert [answer["change"] for answer in found["what_if"]] == ["devices+1", "memory+1GiB"]
     assert all(answer["gain"] >= 0 for answer in found["what_if"])
-    assert refused(f"{line} gold+1").startswith("'gold+1' is no change")
-    assert "--what-if is not for it" in refused(f"{line} --no-flush")
+    assert refused(f"{line} gold+1").startswith("'gold+1' is not a change")
+    assert "--what-if does not apply there" in refused(f"{line} --no-flush")
 
 
 def test_devices_of_another_kind_have_a_profile_of_their_own(

@@ -16,7 +16,7 @@ def test_the_command_tells_sizes_of_stages_and_which_number_of_devices_fits(gapl
     code, out, _ = gapless(f"plan --model {folder} --length 16 --devices 4 --schedules 1f1b --memory 1MiB")
     assert code == 0
     assert out.startswith("LlamaForCausalLM: 11 layers, ")
-    assert "as one pipeline under 1f1b it fits on 2 such devices first" in out.replace("\n", " ")
+    assert "as one pipeline under 1f1b it first fits on 2 such devices" in out.replace("\n", " ")
     assert "nothing was run: times are FLOPs at 400 TFLOP/s with links that cost nothing" in out.replace("\n", " ")
     table = out[out.index("stage  layers") :].splitlines()
     assert table[0].split() == ["stage", "layers", "parameters", "gradients", "optimizer", "activations", "message"]
@@ -35,7 +35,7 @@ def test_figures_are_those_of_the_profile_and_what_fits_nowhere_is_told(gapless:
     assert [stage["message"] for stage in found["stages"]][-1] == 0
     code, _, err = gapless(f"{asked} --memory 1MiB --devices 1")
     assert code == 2
-    assert err.endswith("as one pipeline under 1f1b it fits on 2 such devices first\n")
+    assert err.endswith("as one pipeline under 1f1b it first fits on 2 such devices\n")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_figures_are_those_of_the_profile_and_what_fits_nowhere_is_told(gapless:
     [
         (None, "has no config.json: give a folder that save_pretrained wrote"),
         ({"model_type": "nosuch"}, "has model type `nosuch` but Transformers does not recognize"),
-        ({"model_type": "nosuch", "auto_map": {"AutoConfig": "own.Own"}}, "has a model of its own code, which is not"),
+        ({"model_type": "nosuch", "auto_map": {"AutoConfig": "own.Own"}}, "has its own model code, which gapless"),
         (SMALL | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantised weights"),
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "takes pixel_values: give the model"),
         (SMALL | {"architectures": ["LlamaModel"]}, "LlamaModel has no loss: name a class with a head"),
@@ -60,10 +60,10 @@ def test_what_has_no_plan_is_said_in_a_sentence(config: Any, words: str, refused
         ("--model {} --length 9000", "the length is 9000, but LlamaForCausalLM takes at most 8192 tokens"),
         ("--model {} --dtype flat16", "dtype is 'flat16', but weights have a type such as bfloat16"),
         ("--model {} --flops 12", "--flops is '12', but a speed from 1e+06"),
-        ("--model {} --write plan.json", "--write is for a plan to train with"),
-        ("--model {} profile.json", "takes one of PROFILE and --model NAME"),
+        ("--model {} --write plan.json", "--write is for plans to train with"),
+        ("--model {} profile.json", "needs either PROFILE or --model NAME"),
         ("profile.json --length 12", "--length is for --model"),
-        ("", "takes one of PROFILE and --model NAME"),
+        ("", "needs either PROFILE or --model NAME"),
     ],
 )
 def test_options_that_make_no_sense(options: str, words: str, refused: Refusal, tmp_path: Path) -> None:

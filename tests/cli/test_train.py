@@ -103,7 +103,7 @@ def test_a_plan_in_a_file_is_taken_as_it_is(gapless: Command, tmp_path: Path, mo
     assert found["predicted_step_seconds"] == written["step_seconds"]
     assert found["losses"] == json.loads(gapless(f"train {config} --microbatches 2 --fresh --json").out)["losses"]
     assert "make one for these" in gapless(f"train {config} --fresh --plan {plan} --devices 4").err
-    told = "microbatches is 3, but the plan has 2: leave out what the plan says, or make another"
+    told = "microbatches is 3, but the plan has 2: leave these out, or make another plan"
     assert gapless(f"train {config} --fresh --plan {plan} --microbatches 3")[::2] == (2, f"gapless: {told}\n")
     nowhere = gapless(f"train {config} --fresh --plan nowhere.json")
     assert (nowhere.code, nowhere.err.count("\n")) == (2, 1)

@@ -51,7 +51,7 @@ def test_stages_per_device_are_asked_only_of_recipes_that_take_them() -> None:
         (
             "schedule=auto&devices=32&microbatches=65",
             (
-                "auto searches here where devices times microbatches are at most 2,048, not 2,080: use fewer, "
+                "on this page auto takes at most 2,048 devices times microbatches, not 2,080: use fewer, "
                 "or `gapless show auto`"
             ),
         ),

@@ -229,6 +229,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "eval_use_gather_object=True gathers from all ranks": {"args": {"eval_use_gather_object": True}},
     "pipeline= has layers, of which a rank keeps its own alone": {"own": {"pipeline": {"layers": []}}},
     "devices is 3 devices, but this is one of 2 ranks with dp=1, so a pipeline has 2": {"own": {"devices": 3}},
-    "dp is 3, but the 2 ranks can't be shared out": {"own": {"dp": 3}},
+    "dp is 3, but the 2 ranks can't be divided evenly": {"own": {"dp": 3}},
     "dp is 0, but it must be a whole number of at least 1": {"own": {"dp": 0}},
 }

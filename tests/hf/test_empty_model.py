@@ -108,7 +108,7 @@ def test_adapters_that_start_from_weights_are_refused(asked: dict[str, Any], tmp
     """They read memory that is not there, and the program was gone."""
     saved("gpt2", tmp_path)
     config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["c_attn"], **asked)
-    with pytest.raises(ConfigError, match="without weights only LoRA can start, whose adapters do not need them"):
+    with pytest.raises(ConfigError, match="without weights only plain LoRA can start, whose adapters do not need them"):
         loaded(tmp_path, peft_config=config)
 
 
@@ -179,7 +179,7 @@ def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> 
         options = {"devices": devices, "example": batch_of("bert")}
         with (
             pytest.warns(
-                UserWarning, match="2 weights are not there, and start anew: classifier.weight, classifier.bi"
+                UserWarning, match="2 weights are missing, and are initialised anew: classifier.weight, classifier.bi"
             ),
             loaded(tmp_path / "base", model_class=hub().BertForSequenceClassification, **options) as pipe,
         ):
@@ -211,7 +211,7 @@ def test_other_files_are_refused_before_anything_trains(tmp_path: Path) -> None:
         loaded(cut)
     config = json.loads(((wide := changed("wide")) / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    with pytest.raises(CheckpointError, match=r"is of another model: 6 tensors of another shape, .* and 2 more"):
+    with pytest.raises(CheckpointError, match=r"is for another model: 6 tensors of another shape, .* and 2 more"):
         loaded(wide)
     (other := tmp_path / "other").mkdir()
     shutil.copy(good / "config.json", other)
@@ -248,7 +248,7 @@ def test_a_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
         monkeypatch.undo()
         pipe.save_pretrained(tmp_path / "b")
-        with pytest.raises(CheckpointError, match="is there already: save to a new folder"):
+        with pytest.raises(CheckpointError, match="exists already: save to a new folder"):
             pipe.save_pretrained(tmp_path / "b")
 
 

@@ -241,7 +241,9 @@ def test_what_is_said_twice_or_in_the_wrong_place_is_refused(tmp_path: Path) -> 
     refused(tmp_path, "pipeline= has loss, which PipelineTrainer decides", pipeline={"loss": None})
     refused(tmp_path, "pipeline= has 'timelines', which gapless.Pipeline does not take", pipeline={"timelines": True})
     refused(tmp_path, "pipeline is a list, but it must be a dict", pipeline=["timeline"])
-    refused(tmp_path, "schedule='2bw' updates weights on the way, but Trainer updates them once", schedule="2bw")
+    refused(
+        tmp_path, "schedule='2bw' updates weights inside the schedule, but Trainer updates them once", schedule="2bw"
+    )
     refused(tmp_path, "devices is 0, but it must be a whole number of at least 1", devices=0)
     refused(tmp_path, "devices= is missing: give how many, as devices=4, or start it with torchrun", devices=None)
     refused(tmp_path, "dp is 2, but this is one process: start it with torchrun, or leave dp= out", dp=2)

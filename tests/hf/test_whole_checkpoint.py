@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(t
                 assert all(torch.equal(ours[each], theirs[each]) for each in theirs), name
     only = tmp_path / "only"
     shutil.copytree(folders["optimizer.pt"] / "checkpoint-2", only / "checkpoint-2")
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is half written and there is no whole checkpoint before it"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is incomplete, and there is no complete checkpoint before it"):
         trained(PipelineTrainer, gpt2(), arguments(only), True, **own)  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_all_that_differs_from_the_plan_is_refused_at_once(plan: Plan) -> None:
         )
     assert str(error.value) == (
         "microbatches is 3, but the plan has 4; remat is 'stage', but the plan has ['none', 'none']; costs are not "
-        "those of the plan: leave out what the plan says, or make another"
+        "those of the plan: leave these out, or make another plan"
     )
 
 
@@ -169,7 +169,7 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
     ("more", "message"),
     [
         ({"devices": "cpu"}, "devices is 'cpu', but it must say how many"),
-        ({"devices": ["cpu", "cuda:7"]}, "device cuda:7 is not there: this machine has"),
+        ({"devices": ["cpu", "cuda:7"]}, "device cuda:7 does not exist: this machine has"),
         ({"devices": ["gpu:0"]}, "device 'gpu:0' is neither cpu nor cuda"),
         ({"seconds": float("nan")}, "seconds is nan, but it must be a number of at least 0"),
         ({"slack": -1.0}, "slack is -1.0, but it must be a number of at least 0"),

@@ -73,11 +73,11 @@ def found(drawing: str) -> list[str]:
         # Each of these three was accepted: the first two hang, and the third runs as if it trained.
         (
             "0: 0F0 0SEND_F0 0RECV_B0\n1: 1RECV_F0 1F0",
-            ["0.2 complete: 0RECV_B0 is for nothing that crosses between devices"],
+            ["0.2 complete: 0RECV_B0 transfers something that does not cross between devices"],
         ),
         (
             "0: 0F0 0SEND_F0\n1: 1RECV_F0 1F0 1SEND_F0",
-            ["1.2 complete: 1SEND_F0 is for nothing that crosses between devices"],
+            ["1.2 complete: 1SEND_F0 transfers something that does not cross between devices"],
         ),
         ("0: 0F0 0R0", ["0.1 complete: 0R0 is for no backward: the schedule has none"]),
         (
@@ -125,7 +125,7 @@ def test_gradients_out_of_microbatch_order_are_a_warning() -> None:
     (warning,) = report.warnings
     assert warning.message == (
         "0W0 comes after microbatch 1: stage 0 takes weight gradients out of microbatch order, "
-        "so gradients wait for their turn, in memory of their own"
+        "so gradients wait for their turn, in extra memory"
     )
 
 

@@ -88,7 +88,7 @@ class Checkpoints:
         """
         self.wait()
         if self._copies.closed:
-            raise CheckpointError(f"the checkpoints of {printable(self.folder)} are closed: make new ones")
+            raise CheckpointError(f"the Checkpoints of {printable(self.folder)} were closed: make a new object")
         saveable = self._trained.saveable()
         folder = self.folder / name_of(saveable.steps)
 
@@ -120,8 +120,8 @@ class Checkpoints:
         later = [each for each in saved_in(self.folder, after=step) if not each.fault]
         if later:
             raise CheckpointError(
-                f"{printable(self.folder)} has {later[-1].path.name}, and this is step {step}: continue from that "
-                "one with load, remove it, or save to another folder"
+                f"{printable(self.folder)} has {later[-1].path.name}, but this is step {step}: load that one first, "
+                "remove it, or save to another folder"
             )
 
     def _finish(self, under_way: SaveUnderWay) -> None:
@@ -199,7 +199,7 @@ class Checkpoints:
                 raise
             if any(isinstance(each, UnreadableError) for each in (error, *wrong)):
                 raise
-            raise CheckpointError(f"{error}: remove it, and the run resumes from {earlier[-1]}") from None
+            raise CheckpointError(f"{error}: remove it to resume from {earlier[-1]}") from None
 
     # -- the folder -------------------------------------------------------------------------------------------------
 
@@ -263,5 +263,5 @@ def _held(folder: Path) -> HeldFolder:
         return held_soon(folder, _LOCK_WITHIN)
     except BlockingIOError:
         raise CheckpointError(
-            f"another process saves to {printable(folder)}: end it, or choose another folder for this run"
+            f"another process is saving to {printable(folder)}: end it, or choose another folder for this run"
         ) from None

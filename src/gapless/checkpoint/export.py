@@ -34,7 +34,7 @@ def export(checkpoint: Path, to: Path, largest: int, note: Callable[[str], None]
     opened = Opened(checkpoint, note)
     target = folder_of(to)
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{printable(to)} is there already: export to another name")
+        raise CheckpointError(f"{printable(to)} exists already: export to another name")
     names = {name: opened.entry(tree) for name, tree in (opened.tree("model") or {}).items()}
     stored = {name: opened.manifest.trees["model"][name]["$tensor"] for name, entry in names.items() if entry}
     parts = {

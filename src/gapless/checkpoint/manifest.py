@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         if not folder.exists():
             raise CheckpointError(f"there is no checkpoint {printable(folder)}") from None
-        raise CheckpointError(f"{printable(folder)} is no checkpoint: it has no {NAME}") from None
+        raise CheckpointError(f"{printable(folder)} is not a checkpoint: it has no {NAME}") from None
     except NotADirectoryError:
         raise CheckpointError(
             f"{printable(folder)} is a file, and a checkpoint is a folder: if torch.save wrote a state_dict into "
@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return _parsed(json.loads(frame[2]), shown)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{shown} makes no sense: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{shown} can't be understood: {type(error).__name__}: {error}") from None
 
 
 def _parsed(body: Any, shown: str) -> Manifest:
@@ -144,7 +144,7 @@ def _parsed(body: Any, shown: str) -> Manifest:
         raise ValueError(f"version {body['version']!r:.40}")
     if body["version"] > VERSION:
         raise CheckpointError(
-            f"{shown} has format {body['version']}, and this gapless reads up to {VERSION}: use a newer one"
+            f"{shown} has format {body['version']}, but this gapless reads only up to {VERSION}: use a newer gapless"
         )
     tensors = {
         name: TensorEntry(each["dtype"], _numbers(each["shape"]), tuple(_piece(piece) for piece in each["pieces"]))
@@ -207,8 +207,8 @@ def check_inside(folder: Path) -> None:
     """A link may lead to a checkpoint beside it, as `latest` does, and nowhere else."""
     if folder.is_symlink() and folder.resolve().parent != folder.parent.resolve():
         raise CheckpointError(
-            f"{printable(folder)} is a link out of its folder, to {printable(os.readlink(folder))}: name the "
-            "checkpoint itself"
+            f"{printable(folder)} is a link out of its folder, to {printable(os.readlink(folder))}: give the path of "
+            "the checkpoint itself"
         )
 
 
@@ -227,7 +227,7 @@ def unread(path: Path, error: OSError) -> CheckpointError:
     said = f"{printable(path)} can't be read: {error.strerror}"
     if error.errno in _NO_FILE:
         return CheckpointError(f"{said}; load an earlier checkpoint")
-    return UnreadableError(f"{said}; it may be sound, so see to its permissions and its disk first")
+    return UnreadableError(f"{said}; it may be intact, so check its permissions and the disk first")
 
 
 def faults(folder: Path) -> Iterator[CheckpointError]:

@@ -58,7 +58,7 @@ def _block_of(tensor: Any) -> Any:
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     if any(each.is_partial() for each in tensor.placements):
-        raise CheckpointError("a DTensor with partial sums has no value of its own: redistribute it before it is saved")
+        raise CheckpointError("a DTensor with partial sums has no value of its own: redistribute it before saving")
     (item,) = create_default_local_save_plan({"tensor": tensor}, True).items
     assert item.tensor_data is not None
     return item.tensor_data.chunk
@@ -162,7 +162,7 @@ def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
     try:
         with open_inside(path) as file:
             if not is_filled(data, file, piece.begin):
-                raise CheckpointError(f"{printable(path)} ends too early: it was cut off; load an earlier checkpoint")
+                raise CheckpointError(f"{printable(path)} is truncated; load an earlier checkpoint")
     except OSError as error:
         raise unread(path, error) from None
     if hashlib.sha256(data).hexdigest() != piece.sha256:

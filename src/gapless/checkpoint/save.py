@@ -174,19 +174,19 @@ def folder_of(path: str | Path) -> Path:
     """As the user has written it, from the root."""
     folder = Path(os.path.abspath(path))
     if not folder.name:
-        raise CheckpointError(f"{printable(path)!r} is no name for a folder")
+        raise CheckpointError(f"{printable(path)!r} is not a valid name for a folder")
     return folder
 
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
     """After what may be replaced was looked at."""
     if folder.is_symlink():
-        raise CheckpointError(f"{printable(folder)} is a link: save to another name, or to what it leads to")
+        raise CheckpointError(f"{printable(folder)} is a link: save to another name, or to its target")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{printable(folder)} is a file: save to another name")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NAME).is_file():
         raise CheckpointError(
-            f"{printable(folder)} has other files in it, and is no checkpoint: save to a new folder, such as "
+            f"{printable(folder)} has other files in it, and is not a checkpoint: save to a new folder, such as "
             f"{printable(folder / 'checkpoint')}"
         )
     return staged(disk, folder, cleanup)
@@ -217,8 +217,8 @@ def _shared_out(
             known = tensors.setdefault(name, (dtype, tuple(shape), owners[rank]))
             if known[:2] != (dtype, tuple(shape)):
                 raise CheckpointError(
-                    f"{name} is {known[0]} {known[1]} on {known[2]} and {dtype} {tuple(shape)} on {owners[rank]}: all "
-                    "ranks have the same model and optimizer"
+                    f"{name} is {known[0]} {known[1]} on {known[2]} and {dtype} {tuple(shape)} on {owners[rank]}: "
+                    "make the same model and optimizer on all ranks"
                 )
             if 0 in block and 0 not in shape:
                 continue  # a rank without a part of it
@@ -255,8 +255,8 @@ def _exchange(disk: Disk, staging: Path, folder: Path) -> None:
         disk.exchange(staging, folder)
     except OSError as error:
         raise CheckpointError(
-            f"{printable(folder)} is there, and this file system can't replace a folder in one step "
-            f"({error.strerror}): save to a new folder"
+            f"{printable(folder)} exists, and this file system can't replace a folder in one step ({error.strerror}): "
+            "save to a new folder"
         ) from None
 
 

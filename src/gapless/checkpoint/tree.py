@@ -63,7 +63,7 @@ def decode(value: Json, get: Callable[[str], Any]) -> Any:
         return tuple(decode(each, get) for each in inner)
     if kind == "$dict":
         return {decode(key, get): decode(each, get) for key, each in inner}
-    raise CheckpointError(f"the manifest has a value of the unknown kind {kind!r:.40}: a newer gapless has written it")
+    raise CheckpointError(f"the manifest has a value of the unknown kind {kind!r:.40}: a newer gapless wrote it")
 
 
 def merged(trees: Sequence[Json], owners: Sequence[str]) -> Json:
@@ -88,8 +88,8 @@ def _merged(found: list[tuple[Json, str]], place: str) -> Json:
     for other, name in found[1:]:
         if other != first or type(other) is not type(first):
             raise CheckpointError(
-                f"the ranks disagree: {place} is {first!r:.{_SHOWN}} on {owner} and {other!r:.{_SHOWN}} on {name}; all "
-                "ranks make the same calls, with the same arguments"
+                f"the ranks disagree: {place} is {first!r:.{_SHOWN}} on {owner} and {other!r:.{_SHOWN}} on {name}; "
+                "make the same calls with the same arguments on all ranks"
             )
     return first
 

@@ -29,7 +29,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         if verb == "export":
             own.epilog = "example: gapless checkpoint export runs/first model.safetensors"
             own.add_argument("to", metavar="TO", help="a new file that ends in .safetensors, or a new folder")
-            own.add_argument("--largest", default="5GB", metavar="SIZE", help="of a file in a folder (%(default)s)")
+            own.add_argument(
+                "--largest",
+                default="5GB",
+                metavar="SIZE",
+                help="largest size of a file in a folder (default %(default)s)",
+            )
         else:
             own.epilog = f"example: gapless checkpoint {verb} runs/first"
         own.add_argument("--json", action="store_true", help="print one JSON object")

@@ -36,10 +36,10 @@ def add_all(parser: argparse.ArgumentParser) -> None:
     )
     costs = parser.add_argument_group(
         "costs",
-        "a single number is for a device and a microbatch, and its stages share it; a list as 1,2,1,1 is per stage",
+        "a single number is per device and microbatch, shared by its stages; a list such as 1,2,1,1 is per stage",
     )
     boundary = "memory of a stage's input: it is sent, and kept if the stage is recomputed"
-    limit = "memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b"
+    limit = "memory of a device, in the unit of --activation, or a multiple such as 2x: twice the peak of 1f1b"
     add_options(
         costs,
         ("--forward", _per_stage, 1, "X", "time of a forward"),
@@ -52,8 +52,8 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         ("--kept-for-weight-grad", _per_stage, None, "X", "the part of the activation held from I to W (default: all)"),
         ("--latency", number_of, 0, "X", "time of a hop between devices"),
         ("--bandwidth", number_of, None, "X", "boundary memory that a link carries per unit of time"),
-        ("--host-bandwidth", number_of, None, "X", "with --offload: memory that goes to the host per unit of time"),
-        ("--host-latency", number_of, 0, "X", "with --offload: time of a copy, whatever its size"),
+        ("--host-bandwidth", number_of, None, "X", "with --offload: memory copied to the host per unit of time"),
+        ("--host-latency", number_of, 0, "X", "with --offload: latency of a copy, whatever its size"),
         ("--host-share", int, 1, "N", "with --offload: devices that share a link to their host"),
         ("--memory-limit", str, None, "X", limit),
     )
@@ -71,10 +71,10 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     add_options(passes, ("--split", split), ("--fuse", fuse))
     remat = "recompute activations, early (the default: as early as memory allows) or late"
     passes.add_argument("--remat", nargs="?", const="early", choices=("early", "late"), help=remat)
-    offload = "send activations to the host while nobody needs them: as many as --memory-limit asks for, or all that "
+    offload = "keep activations in host memory while they wait: as many as --memory-limit requires, or all that "
     add_options(
         passes,
-        ("--offload", f"{offload}nobody would wait for"),
+        ("--offload", f"{offload}delay nothing"),
         ("--forward-only", "keep only the forwards, for inference"),
         ("--updates", "add the weight updates"),
         ("--transfers", "add the sends and receives"),
@@ -182,7 +182,7 @@ def _followed(schedule: Schedule, steps: int) -> Schedule:
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """How many of them."""
-    words = "so many steps in a row, where the optimizer does not wait (default 1)"
+    words = "number of consecutive steps, whose optimizer does not wait (default 1)"
     parser.add_argument("--steps", type=int, default=1, metavar="N", help=words)
 
 

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     asked.add_options(
         parser.add_argument_group("devices and sizes"),
         ("--devices -K", int, None, "N", "number of devices (default: the config's, or 4)"),
-        ("--memory", str, None, "SIZE", "memory of each device, as 24GiB, or a list such as 24GiB,16GiB"),
+        ("--memory", str, None, "SIZE", "memory of each device, such as 24GiB, or a list such as 24GiB,16GiB"),
         ("--speeds", str, None, "X,X", "speeds of the devices, if they differ; 1 is as profiled"),
         (
             "--device-profiles",
@@ -50,10 +50,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
         ("--minibatch", int, None, "N", "samples in a step (default: from the file)"),
         ("--microbatches -M", int, None, "M", "number of microbatches (default: try several)"),
-        ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
-        ("--latency", str, None, "T", "of that link, as 20us (default 0)"),
-        ("--host-bandwidth", str, None, "X", "between a device and its host, as 25GB/s (default: the profile's)"),
-        ("--host-memory", str, None, "SIZE", "that a device may use on its host, as 64GiB (default: no limit)"),
+        ("--bandwidth", str, None, "X", "of links between all devices, such as 25GB/s, in place of the profile's"),
+        ("--latency", str, None, "T", "of these links, such as 20us (default 0)"),
+        ("--host-bandwidth", str, None, "X", "between a device and its host, such as 25GB/s (default: the profile's)"),
+        ("--host-memory", str, None, "SIZE", "host memory that a device may use, such as 64GiB (default: no limit)"),
     )
     model_options.add(parser)
     asked.add_options(
@@ -194,7 +194,7 @@ def _without_flush(arguments: argparse.Namespace) -> int:
     if wrong or _is_config(arguments):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(
-            f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
+            f"--no-flush plans from a profile, for equal devices, and {what} does not apply there: leave that out"
         )
     (memory,) = memories(arguments.memory, 1) or [None]
     report, data = planned(_profile(arguments), arguments.devices or 4, arguments.no_flush, memory)

@@ -66,7 +66,7 @@ def report(timeline: Timeline) -> str:
     else:
         lines.append(_line("peak", max(timeline.peak), "the most a device holds"))
     if schedule.has_copies and timeline.costs.host_bandwidth is None and not timeline.costs.host_latency:
-        lines += ["", "copies to the host take no time here: --host-bandwidth gives them some"]
+        lines += ["", "copies to the host take no time here: set --host-bandwidth"]
     return "\n".join(lines)
 
 

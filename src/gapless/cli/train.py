@@ -37,13 +37,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--schedule", str, None, "NAME", "schedule, also for --plan auto"),
         ("--folder", str, None, "FOLDER", "the run's folder; a run found there is resumed"),
     )
-    keys = "any key, as --set train.clip=1; may be repeated"
+    keys = "any key, such as --set train.clip=1; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=keys)
     resume = "resume from this checkpoint of another run; without a value: fail unless the folder holds a checkpoint"
     parser.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help=resume)
     asked.add_options(
         parser,
-        ("--fresh", "start a new run, in a folder that holds none yet"),
+        ("--fresh", "start a new run, in a new folder"),
         ("--plain", "plain lines on a terminal too"),
         ("--json", "print one JSON object at the end; progress goes to standard error"),
     )

@@ -105,7 +105,7 @@ def _checked(question: Question) -> Question:
         )
     if question.schedule == "auto" and devices * microbatches > MOST_SEARCHED:
         raise ConfigError(
-            f"auto searches here where devices times microbatches are at most {MOST_SEARCHED:,}, "
+            f"on this page auto takes at most {MOST_SEARCHED:,} devices times microbatches, "
             f"not {devices * microbatches:,}: use fewer, or `gapless show auto`"
         )
     return question

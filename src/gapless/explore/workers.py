@@ -131,7 +131,7 @@ def _asked(connection: Connection, question: Question, client: socket.socket) ->
                 return str(connection.recv())
             except (EOFError, OSError):
                 raise ConfigError(
-                    f"the process that made {question.schedule} was ended: run `{command_of(question)}` instead"
+                    f"the process that made {question.schedule} was killed: run `{command_of(question)}` instead"
                 ) from None
         if _is_gone(client):
             raise ClientGoneError

@@ -3,15 +3,15 @@
 from .guard import Guard
 
 CUT_BATCHES = Guard(
-    "what of a batch is cut",
+    "how a batch is cut",
     "tensors that would go whole to every microbatch, or be cut along the wrong dimension",
     "in every step",
     "comparing the sizes of the tensors of a batch",
-    "name the tensors that are to be cut with batch_dims=, as {'x': 0} or (0, None)",
+    "specify with batch_dims= which tensors to cut, such as {'x': 0} or (0, None)",
     "a tensor that only happens to have the batch size",
 )
 LOSS_COUNTS = Guard(
-    "what a loss is a mean over",
+    "what a loss averages over",
     "microbatches weighted by their samples, although the loss ignores some of their targets",
     "in every step",
     "counting the targets of -100, unless the loss is torch's",

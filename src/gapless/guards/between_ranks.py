@@ -49,11 +49,11 @@ TENSORS_ELSEWHERE = Guard(
     "ranks and checkpoints would keep its old value",
     "in every step",
     "comparing version counters of these tensors",
-    "make the function a module of `layers=` that has it",
+    "make the function a module in `layers=` that owns it",
     "changes through .data",
 )
 PARTIAL_STATE = Guard(
-    "state of a part",
+    "state of one rank",
     "model.state_dict() or model.save_pretrained() on a rank, with initial values for what other ranks train",
     "now and then",
     "comparing version counters of parameters",
@@ -61,7 +61,7 @@ PARTIAL_STATE = Guard(
     "parameters that are read one by one",
 )
 NORM_OF_A_PART = Guard(
-    "norm of a part",
+    "norm of one rank",
     "torch.nn.utils.clip_grad_norm_ on a rank, which would clip the gradients of its stages by their own norm",
     "now and then",
     "comparing the identities of gradients",
@@ -69,7 +69,7 @@ NORM_OF_A_PART = Guard(
     "norms that are computed in another way",
 )
 OPTIMIZER_OF_A_PART = Guard(
-    "optimizer of a part",
+    "optimizer of one rank",
     "torch.optim.LBFGS on a rank, which would find a direction for the parameters of its stages alone",
     "in every step",
     "a look at the class of each optimizer that steps",
@@ -95,5 +95,5 @@ STREAM_ENDS = Guard(
     "ranks that end a stream after different numbers of minibatches",
     "in every step",
     "comparing the numbers when a stream ends",
-    "give all ranks as many, and drain after the same one on all",
+    "give all ranks the same number, and drain after the same one on all",
 )

@@ -46,7 +46,7 @@ SHARED_BUFFERS = Guard(
     "a buffer that several stages change, in another order than plain training",
     "in every step",
     "comparing version counters of buffers that stages share",
-    "choose a partition that keeps its layers in one stage, or give each layer a buffer of its own",
+    "choose a partition that keeps its layers in one stage, or give each layer its own buffer",
 )
 FORWARD_ORDER = Guard(
     "the order of forwards",

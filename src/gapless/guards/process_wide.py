@@ -15,7 +15,7 @@ BACKWARD_DRAWS = Guard(
     "random numbers in hooks and custom autograd functions, which can't be made equal to those of the plain loop",
     "in every step",
     "a torch function mode around the first backward of a stage",
-    "draw in the forward and keep what was drawn, or give each hook a torch.Generator of its own",
+    "draw in the forward and keep what was drawn, or give each hook its own torch.Generator",
     "scripted functions; stages with compiled layers",
 )
 SHARED_GENERATORS = Guard(
@@ -40,7 +40,7 @@ PROCESS_SETTINGS = Guard(
     "affect the layers of other threads too",
     "in every step",
     "one thread-local look-up when such a setting changes",
-    "set it for the whole model before the step, or run the stages in processes of their own, with mesh=",
+    "set it for the whole model before the step, or run each stage in its own process, with mesh=",
     "functions of torch's C module that were imported by name; backwards on a GPU; backwards of stages with compiled "
     "layers",
 )

@@ -47,7 +47,7 @@ FROZEN_WEIGHTS = Guard(
     "`requires_grad_` in a forward, which would affect the backwards of other microbatches",
     "in every step",
     "an entry in the table of intercepted calls",
-    "let the layer use weight.detach() where the weight is not to learn, or use microbatches=1",
+    "let the layer use weight.detach() where the weight should not be trained, or use microbatches=1",
     "layers that run without interception and start later",
 )
 FORWARD_BACKWARDS = Guard(
@@ -60,7 +60,7 @@ FORWARD_BACKWARDS = Guard(
     "compiled layers; layers that run without interception and start later",
 )
 LOOSE_TENSORS = Guard(
-    "learning tensors that are no parameters",
+    "trainable tensors that are not parameters",
     "an unregistered tensor with requires_grad that two stages use: its gradients have no order, and a stream has no "
     "versions of it",
     "in every step",

@@ -117,12 +117,14 @@ def config_of(folder: Path) -> Any:
         first = next(iter(str(error).splitlines()), "")
         if "custom code" in first:
             raise ConfigError(
-                f"{printable(folder)} has a model of its own code, which is not run: build the model on the meta "
-                "device, and give it to gapless.Pipeline with init="
+                f"{printable(folder)} has its own model code, which gapless does not run: build the model on the meta "
+                "device, and pass it to gapless.Pipeline with init="
             ) from None
         raise ConfigError(f"{printable(folder / 'config.json')}: {printable(first)[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{printable(folder)} has quantised weights, which can't be trained: take others")
+        raise ConfigError(
+            f"{printable(folder)} has quantised weights, which can't be trained: use a model that is not quantised"
+        )
     return config
 
 
@@ -137,8 +139,8 @@ def _class_of(config: Any, asked: Any) -> Any:
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(
-            f"transformers has no {printable(name)}: for code from the Hub build the model on the meta device, "
-            "and give it to gapless.Pipeline with init="
+            f"transformers has no {printable(name)}: for code from the Hub build the model on the meta device, and "
+            "pass it to gapless.Pipeline with init="
         )
     return found
 
@@ -153,8 +155,8 @@ def adapted(model: Any, config: Any, seed: int) -> Any:
     if getattr(config, "use_dora", False) or not (isinstance(init, bool) or init in _WITHOUT_WEIGHTS):
         raise ConfigError(
             f"peft_config is a {type(config).__name__} with use_dora={getattr(config, 'use_dora', None)} and "
-            f"init_lora_weights={init!r}, but without weights only LoRA can start, whose adapters do not need them: "
-            "leave both out, or adapt a model from from_pretrained"
+            f"init_lora_weights={init!r}, but without weights only plain LoRA can start, whose adapters do not need "
+            "them: leave both out, or adapt a model from from_pretrained"
         )
     empty = [each for each in model.parameters() if each.is_meta]
     for each in empty:  # a copy of a head that is to learn has no weights either

@@ -113,14 +113,14 @@ class HubWeights(Mapping[str, Tensor]):
         ]
         if wrong:
             raise CheckpointError(
-                f"{printable(folder)} is of another model: {show_count(len(wrong), 'tensor')} of another shape, "
+                f"{printable(folder)} is for another model: {show_count(len(wrong), 'tensor')} of another shape, "
                 f"{_some(wrong)}"
             )
         missing = [name for name in self._names if self._stored_as(name) not in self._first]
         unexpected = [name for name in self._first if name not in self._names]
         for names, words, ignored in (
-            (missing, "are not there, and start anew", "_keys_to_ignore_on_load_missing"),
-            (unexpected, "are not the model's, and stay unused", "_keys_to_ignore_on_load_unexpected"),
+            (missing, "are missing, and are initialised anew", "_keys_to_ignore_on_load_missing"),
+            (unexpected, "are not in the model, and are not used", "_keys_to_ignore_on_load_unexpected"),
         ):
             told = _without(names, getattr(self._model, ignored, None))
             if told and len(told) == len(self._names) > 1:
@@ -139,7 +139,7 @@ class HubWeights(Mapping[str, Tensor]):
         made = converter.convert(first, model=self._model, config=self._model.config)
         self._made |= {key: each[0] if isinstance(each, list) else each for key, each in made.items()}
         if name not in self._made:
-            raise CheckpointError(f"{name} does not come of {_some([key for key, _ in sources])}")
+            raise CheckpointError(f"{name} can't be made from {_some([key for key, _ in sources])}")
         return self._made.pop(name)
 
     def _initialised(self, name: str) -> Tensor:

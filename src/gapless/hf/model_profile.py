@@ -37,8 +37,8 @@ def _example(model: Any, length: int) -> dict[str, torch.Tensor]:
     kind = type(model).__name__
     if model.main_input_name != "input_ids":
         raise ConfigError(
-            f"a plan of a config is for models of tokens, and {kind} takes {model.main_input_name}: give the model and "
-            "a batch to gapless.make_plan"
+            f"a plan from a config is for models of tokens, but {kind} takes {model.main_input_name}: give the model "
+            "and a batch to gapless.make_plan"
         )
     if "labels" not in inspect.signature(model.forward).parameters:
         raise ConfigError(f"{kind} has no loss: name a class with a head in its config, such as one ...ForCausalLM")

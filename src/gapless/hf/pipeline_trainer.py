@@ -104,7 +104,9 @@ class PipelineTrainer(RankTrainer):
         self.result: Result | None = None
         super().__init__(model, args, *more, **options)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ConfigError("accelerate is set up for DeepSpeed or FSDP, and a pipeline is neither: use python alone")
+            raise ConfigError(
+                "accelerate is set up for DeepSpeed or FSDP, which a pipeline can't use: start the script with python"
+            )
         self._make_pipeline()
 
     # -- the model ----------------------------------------------------------------------------------------------------

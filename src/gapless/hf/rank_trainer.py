@@ -200,8 +200,8 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         replicas = 1 if self.ranks is None else self.ranks.replicas
         if replicas > 1 and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             raise ConfigError(
-                f"an IterableDataset can't be evaluated by dp={replicas} pipelines, since nobody knows which samples "
-                "come twice: use a dataset with a length, or dp=1"
+                f"an IterableDataset can't be evaluated by dp={replicas} pipelines, since it is not known which "
+                "samples come twice: use a dataset with a length, or dp=1"
             )
 
     def _shared(self, outputs: Any) -> Any:

@@ -32,7 +32,7 @@ class TrainerRanks:
     def __init__(self, device_type: str, dp: int, devices: Devices | None) -> None:
         world = dist.get_world_size()
         if world % dp:
-            raise ConfigError(f"dp is {dp}, but the {world} ranks can't be shared out among so many pipelines evenly")
+            raise ConfigError(f"dp is {dp}, but the {world} ranks can't be divided evenly among so many pipelines")
         given = torch_devices(devices) if isinstance(devices, str | torch.device) else devices
         count = given if given is None or isinstance(given, int) else len(given)
         if count not in (None, world // dp):
@@ -167,5 +167,5 @@ class RankAccelerator(Accelerator):  # type: ignore[misc]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if not all(isinstance(each, Tensor) for each in pytree.tree_leaves(input_data)):
-            raise ConfigError("an evaluation has given something else than tensors, which ranks don't gather")
+            raise ConfigError("an evaluation returned something other than tensors, which ranks can't gather")
         return super().gather_for_metrics(input_data)

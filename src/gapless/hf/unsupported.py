@@ -81,8 +81,8 @@ def check_pipeline(schedule: Any, options: Any) -> None:
         )
     if isinstance(schedule, str) and not find_recipe(schedule).synchronous:
         raise ConfigError(
-            f"schedule={schedule!r} updates weights on the way, but Trainer updates them once for all batches: choose "
-            "another, as '1f1b' or 'zb-v'"
+            f"schedule={schedule!r} updates weights inside the schedule, but Trainer updates them once for all "
+            "batches: choose another, such as '1f1b' or 'zb-v'"
         )
     if not isinstance(options, Mapping):
         raise ConfigError(f"pipeline is a {type(options).__name__}, but it must be a dict of arguments of Pipeline")

@@ -34,9 +34,11 @@ def resumed(asked: Any, folder: str) -> Any:
         return asked
     whole = [step for step in sorted(there) if step <= last and _is_whole(there[step])]
     if not whole:
-        raise ConfigError(f"{there[last]} is half written and there is no whole checkpoint before it: start anew")
+        raise ConfigError(
+            f"{there[last]} is incomplete, and there is no complete checkpoint before it: start a new run"
+        )
     if whole[-1] != last:
-        _logger.warning(f"{there[last]} is half written: training goes on from {there[whole[-1]]}")
+        _logger.warning(f"{there[last]} is incomplete: training resumes from {there[whole[-1]]}")
     return str(there[whole[-1]])
 
 

@@ -180,13 +180,13 @@ def check_sharded(model: Any, *, traced: bool) -> None:
     count = sum(len(group.fsdp_params) for group in fsdp_groups(fsdp_state(model)))
     if traced and any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
         raise ConfigError(
-            f"{type(model).__name__} is sharded by fully_shard, and a model that is traced can't be: give its layers "
-            "with layers=, and shard the layers, each by itself"
+            f"{type(model).__name__} is sharded by fully_shard, which a traced model can't be: pass its layers as "
+            "layers=, and shard each layer by itself"
         )
     if count:
         raise ConfigError(
             f"fully_shard of the whole model has taken {count} of its parameters, and a pipeline never calls a model "
-            "as a whole: shard the layers first, all of those with parameters"
+            "as a whole: first shard every layer that has parameters"
         )
 
 

@@ -76,7 +76,7 @@ def plain_step(
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
-    The options are those of a `Pipeline` and of its `step`. Torch's default generators are left reseeded. A module is
+    The options are those of a `Pipeline` and of its `step`. Torch's default generators are reseeded. A module is
     traced at every call; `gapless.model.reference.Reference` keeps its traces.
     """
     options: dict[str, Any] = {

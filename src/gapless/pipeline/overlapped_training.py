@@ -66,7 +66,7 @@ class StepMaker(Protocol):
 
 
 class OverlappedTraining:
-    """Steps of a model and its optimizer, bit-identical to `pipe.step`, `clip_grad_norm_` and `optimizer.step()`."""
+    """What `Pipeline.training` returns: steps of a model and its optimizer that do not wait for each other."""
 
     def __init__(
         self, pipe: StepMaker, world: World, staged: StagedModel, options: Options, optimizer: Optimizer, asked: Asked

@@ -61,11 +61,11 @@ class Pipeline(HeldModel):
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
     devices            a number, "cuda" for all GPUs, or a list of torch devices: one process, a thread for each device
-    mesh               instead of `devices`, under torchrun: a torch DeviceMesh with a dimension `pp` and, if you like,
+    mesh               instead of `devices`, under torchrun: a torch DeviceMesh with a dimension `pp` and, optionally,
                        `dp` and `tp`. Every rank makes the same calls
     schedule           a name from `gapless schedules`, a Schedule, a Plan (sets microbatches, partition, remat, costs)
                        or a Replication (partition, replicas). Default: 1f1b; on GPUs zb-v if stages would be equal
-    microbatches       parts of a minibatch; by default four for each device, or fewer that leave a bubble below 10%
+    microbatches       parts of a minibatch; by default four per device, or fewer if the bubble is then below 10%
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
@@ -76,7 +76,7 @@ class Pipeline(HeldModel):
     objective          only for `auto` and `optimal`: minimise "makespan" or "span"
     seed               sets all random numbers in the layers, together with the step, the microbatch and the layer
     remat              recompute activations: "none", "stage", "layer", or a list with one of these per stage
-    offload            activations that wait in host memory: "none", "activations" for all whose copies delay nothing, a
+    offload            activations kept in host memory: "none", "activations" for all whose copies delay nothing, a
                        list with one of these per stage, or "auto" for as many as `memory_limit` requires
     loss_weight        how much each microbatch counts. None: by its samples, or by the targets that count where the
                        loss ignores some. "sum": the loss is a sum. Or a function of the target
@@ -86,13 +86,13 @@ class Pipeline(HeldModel):
                        training, or "summed" once per step, the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
                        a mapping from names to tensors, or a .safetensors file
-    compile            True, or options for torch.compile, for every layer or piece; a compiled model keeps its own
-    layers             for a module that can't be traced: callables that together are the model
+    compile            True, or options of torch.compile, for every layer or piece; a compiled model keeps its options
+    layers             for a module that can't be traced: the list of callables that make up the model
     example            inputs to trace the model with right away; otherwise the first batch is used
     batch_dims         which dimension of each input is the batch, if not the first
     target_dims        the same for targets
     intra_op_threads   threads of each CPU device; by default the caller's threads are shared among the devices
-    timeline           measure every step. You may change `pipe.timeline` between steps, on all ranks alike
+    timeline           record every action of a step. You may change `pipe.timeline` between steps, on all ranks alike
     timeout            under a mesh: seconds without a heartbeat or progress of a rank before all ranks give up
     transport          under a mesh: "auto", "memory" (within one host), "nccl" or "gloo"
     static_shapes      under a mesh of GPUs: hosts do not wait for messages whose shapes follow from the batch's. True

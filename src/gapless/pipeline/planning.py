@@ -72,15 +72,15 @@ def make_plan(
     memory        bytes of each device, or such as "24GiB", or a list. By default a GPU's, and no limit on the CPU
     microbatches  plan for this number only; by default several are tried
     schedules     try these only; by default all that have a flush
-    layers        for a module that can't be traced: callables that together are the model
+    layers        for a module that can't be traced: the list of callables that make up the model
     optimizer     makes the optimizer whose memory and time are measured; None if there is none
     batchnorm     as `Pipeline` takes it
     replicas      also try several pipelines side by side, whatever the mesh is. `plan.mesh` says which was chosen
     links         between the devices; by default they are measured
     batch_dims    as `Pipeline` takes it
-    slack         memory that the allocator loses, as a fraction of temporary memory; has a sensible default
+    slack         memory that the allocator loses, as a fraction of temporary memory; by default its usual loss
     seconds       about how long to measure, up to three times
-    flops         what a device computes in a second, such as 4e14: nothing is run, times are FLOPs at this speed, and
+    flops         speed of a device in FLOP/s, such as 4e14: nothing is run, times are FLOPs at this speed, and
                   sizes are those of tensors without data. The model may be on the meta device
     offload       what may be in host memory: "activations", the "optimizer" (`gapless.offload_optimizer`) or "both"
     host_bandwidth  of the link between a device and its host, such as "25GB/s"; by default it is measured

@@ -62,9 +62,9 @@ def _told(*_: Any, **__: Any) -> None:
 
 
 class PendingResult:
-    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. `norm`, the norm of
-    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
-    first. `rate` is the learning rate of its update, that of the optimizer's first group.
+    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. Reading `norm` (of
+    all gradients before clipping), `skipped` (whether they or the loss were not finite) or `timeline` settles the step.
+    `rate` is the learning rate of its update, that of the optimizer's first group.
     """
 
     def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:
@@ -79,7 +79,7 @@ class PendingResult:
             return self._compute()
         except StoppedError:
             self._settle()  # which raises why, unless that was done before
-            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
+            raise TransportError("the step was abandoned and has no loss: an earlier error says why") from None
 
     @property
     def loss(self) -> Tensor | None:

@@ -39,7 +39,9 @@ class Schedules:
 
     def __post_init__(self) -> None:
         if self.streams and self.memory_limit is not None:
-            raise ConfigError(f"{self.streams} runs in streams, which no memory limit changes: leave out memory_limit=")
+            raise ConfigError(
+                f"{self.streams} runs in streams, where a memory limit has no effect: leave out memory_limit="
+            )
         if not isinstance(self.remat, Sequence):
             raise ConfigError(f"remat is {self.remat!r}, but it must be 'none', 'stage', 'layer', or a list of these")
         if self.offload == "none":
@@ -129,7 +131,9 @@ class Schedules:
     def check_steps(self) -> None:
         """Refuses what has no steps."""
         if self.streams:
-            raise ConfigError(f"{self.streams} updates weights on the way, and has no steps: train with pipe.stream()")
+            raise ConfigError(
+                f"{self.streams} updates weights inside the schedule, so it has no steps: train with pipe.stream()"
+            )
 
     def offloaded_of(self, num_stages: int) -> list[int]:
         """The stages whose activations may leave."""

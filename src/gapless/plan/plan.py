@@ -166,7 +166,7 @@ class Plan:
             said.append(f"{searched.untried} choices were not tried, since the search has a budget")
         if self.idle_devices:
             plural = "s stay" if self.idle_devices > 1 else " stays"
-            said.append(f"{self.idle_devices} device{plural} idle: no plan that was found for all is as fast")
+            said.append(f"{self.idle_devices} device{plural} idle: no plan found for all devices is as fast")
         return "; ".join(said)
 
     def __str__(self) -> str:

@@ -177,7 +177,9 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
                 yield Violation("order", *places[second], reason)
     for action in schedule.optional - wanted:
         if action.kind in TRANSFERS:
-            yield Violation("complete", *places[action], f"{action} is for nothing that crosses between devices")
+            yield Violation(
+                "complete", *places[action], f"{action} transfers something that does not cross between devices"
+            )
 
 
 def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
@@ -250,7 +252,7 @@ def _unordered_backwards(schedule: Schedule) -> Iterator[Violation]:
                     if action.microbatch < before:
                         message = (
                             f"{action} comes after microbatch {before}: stage {action.stage} takes {letter} gradients "
-                            "out of microbatch order, so gradients wait for their turn, in memory of their own"
+                            "out of microbatch order, so gradients wait for their turn, in extra memory"
                         )
                         yield Violation("microbatch order", device, position, message)
                     last[action.stage] = max(before, action.microbatch)

@@ -36,7 +36,7 @@ adding = _Adding()
 
 
 def aux_loss(value: Tensor) -> Tensor:
-    """Adds a scalar to the loss of the microbatch that is being computed; for the forward of a layer.
+    """Adds a scalar to the loss of the current microbatch. Call it in the forward of a layer.
 
     The loss of a microbatch is then `loss(outputs, target) + aux`, where `aux` is the sum of what its layers have
     added, in their order; both have the same weight. Returns the detached scalar, for logging. Outside a step, in

@@ -34,8 +34,8 @@ from .saved_activations import Kept, Work, edge_of
 
 _TWICE = "backward through the graph a second time"
 _STORED = (
-    "A tensor that one stage has stored and another one uses, or the next microbatch, leads here: return it from the "
-    "layer with its output, detach it, or add it to the loss with gapless.aux_loss."
+    "This happens if one stage stores a tensor and another stage, or the next microbatch, uses it: return it from "
+    "the layer with its output, detach it, or add it to the loss with gapless.aux_loss."
 )
 
 

@@ -59,7 +59,7 @@ def _torch_device(name: torch.device | str) -> torch.device:
     # torch keeps eight bits of an index: cuda:256 is its cuda:0.
     if (device.index or 0) >= (count := torch.cuda.device_count()) or str(device) != str(name):
         raise ConfigError(
-            f"device {name} is not there: this machine has {count} CUDA device{'s' if count != 1 else ''}; list some "
-            "of these, or 'cpu'"
+            f"device {name} does not exist: this machine has {count} CUDA device{'s' if count != 1 else ''}; list "
+            "some of these, or 'cpu'"
         )
     return torch.device("cuda", device.index or 0)

@@ -141,7 +141,8 @@ class Job:
             )
         if layout.schedule not in (None, plan.recipe):
             raise ConfigError(
-                f"schedule is {layout.schedule}, but the plan {asked} has {plan.recipe}: leave it out, or make another"
+                f"schedule is {layout.schedule}, but the plan {asked} has {plan.recipe}: leave it out, or make "
+                "another plan"
             )
         return plan
 
@@ -149,7 +150,8 @@ class Job:
         layout = self.config.pipeline
         if plan is None and layout.microbatches is None:
             raise ConfigError(
-                "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan = 'auto'"
+                "pipeline.microbatches is missing: set the number of parts that a minibatch is cut into, such as "
+                "8, or plan = 'auto'"
             )
         self._check(layout.microbatches)
         where: dict[str, Any] = {"devices": self.devices} if self.ranks.mesh is None else {"mesh": self.ranks.mesh}

@@ -26,9 +26,9 @@ class Term:
 ENTRIES: dict[Kind, Term] = {
     Kind.FORWARD: Term("forward", "computes a stage's output and keeps its activations for the backward", "#6f9cf0"),
     Kind.BACKWARD: Term("backward", "both gradients in one go: that of the input and that of the weights", "#f0826f"),
-    Kind.INPUT_GRAD: Term("input gradient", "the half of a backward that the stage before is waiting for", "#f6ac55"),
+    Kind.INPUT_GRAD: Term("input gradient", "the half of a backward that the previous stage waits for", "#f6ac55"),
     Kind.WEIGHT_GRAD: Term("weight gradient", "the half of a backward that nobody waits for: it fills gaps", "#57c39b"),
-    Kind.RECOMPUTE: Term("recompute", "the forward once more, where its activations were thrown away", "#b394f2"),
+    Kind.RECOMPUTE: Term("recompute", "the forward again, where its activations were discarded", "#b394f2"),
     Kind.OFFLOAD: Term(
         "offload", "copies the activations to the host's memory, beside what the device does", "#7cc4d8"
     ),
@@ -37,10 +37,10 @@ ENTRIES: dict[Kind, Term] = {
     Kind.VERDICT: Term(
         "verdict", "waits for all updates of the minibatch before: they stand, or are undone", "#c9b458"
     ),
-    Kind.SEND_ACTIVATION: Term("send activation", "hands the output to the device of the next stage", "#d79bc4"),
-    Kind.RECEIVE_ACTIVATION: Term("receive activation", "gets ready for the stage before's output", "#d79bc4"),
-    Kind.SEND_GRADIENT: Term("send gradient", "hands the gradient to the device of the stage before", "#d79bc4"),
-    Kind.RECEIVE_GRADIENT: Term("receive gradient", "gets ready for the next stage's gradient", "#d79bc4"),
+    Kind.SEND_ACTIVATION: Term("send activation", "sends the output to the device of the next stage", "#d79bc4"),
+    Kind.RECEIVE_ACTIVATION: Term("receive activation", "prepares to receive the previous stage's output", "#d79bc4"),
+    Kind.SEND_GRADIENT: Term("send gradient", "sends the gradient to the device of the previous stage", "#d79bc4"),
+    Kind.RECEIVE_GRADIENT: Term("receive gradient", "prepares to receive the next stage's gradient", "#d79bc4"),
 }
 KINDS = tuple(ENTRIES)
 

@@ -109,12 +109,12 @@ def test_deferred_statistics_move_once() -> None:
         (
             without_gradients,
             PartitionError,
-            r"a batch norm inside of .* another grad mode .*: take it out of the check",
+            r"a batch norm inside .* another grad mode .*: take it out of the check",
         ),
         (
             nested,
             PartitionError,
-            r"a batch norm inside of two torch\.utils\.checkpoint, .*: take it out of the checkpoint",
+            r"a batch norm inside two torch\.utils\.checkpoint, .*: take it out of the checkpoint",
         ),
     ],
 )

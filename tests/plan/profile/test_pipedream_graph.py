@@ -68,12 +68,12 @@ def test_a_stage_that_the_optimizer_has_noted_is_passed_over() -> None:
     ("text", "message"),
     [
         (f"{node('a')}\nhello", "line 2 is neither a node, as .* nor an edge"),
-        (f"{node('a')}\n{node('a')}", "line 2: a is there twice"),
-        (f"{node('a')}\n\ta -- b", "line 2: the edge has b, which is no node of the file"),
+        (f"{node('a')}\n{node('a')}", "line 2: a appears twice"),
+        (f"{node('a')}\n\ta -- b", "line 2: the edge has b, which is not a node of the file"),
         (node("a").replace("backward_compute_time", "time"), "line 1 has no backward_compute_time"),
         (node("a", forward=-1), "line 1: forward_compute_time is '-1.000', but it must be a number of at least 0"),
         (node("a", out="many"), "line 1: activation_size is 'many'"),
-        (graph([node("a"), node("b")], "a>b b>a"), "the graph has a circle: a waits for itself"),
+        (graph([node("a"), node("b")], "a>b b>a"), "the graph has a cycle: a waits for itself"),
         (node("a", forward=0, backward=0), "no time was measured: all 1 nodes take 0 milliseconds"),
     ],
 )

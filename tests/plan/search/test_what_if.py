@@ -69,14 +69,14 @@ def test_what_everybody_asks_is_asked_where_it_makes_sense() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory", "'memory' is no change: write memory"),
-        ("memory-8GiB", "'memory-8GiB' is no change"),
+        ("memory", "'memory' is not a change: write memory"),
+        ("memory-8GiB", "'memory-8GiB' is not a change"),
         ("memory+8gb/s", "'memory\\+8gb/s': the size is '8gb/s', but it must be a number of bytes"),
         ("devices+0", "'devices\\+0': '0' must be a whole number above 0"),
         ("devices+1.5", "'1.5' must be a whole number above 0"),
         ("devices+1000000000", "'devices\\+1000000000': a plan is made for at most 4096 devices"),
         ("bandwidth*x", "'x' must be a number above 0"),
-        ("speed+2", "'speed\\+2' is no change"),
+        ("speed+2", "'speed\\+2' is not a change"),
     ],
 )
 def test_a_change_that_makes_no_sense_is_refused(text: str, message: str) -> None:

@@ -88,7 +88,7 @@ def replaced(parameters: Any) -> torch.optim.Optimizer:
             "1 of 1 parameters of the optimizer are not",
         ),
         (lambda _: "sgd", "optimizer is a str"),
-        (Normed, "Normed steps a parameter otherwise where it does not have all of them"),
+        (Normed, "Normed steps a parameter differently if it does not have all of them"),
         (Grouped, "Grouped computes 'largest' of a parameter group from all parameters together"),
     ],
 )
@@ -254,12 +254,12 @@ def what_ranks_can_not_take() -> None:
     line = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     with (
         gapless.Pipeline(Run(1).model(), mesh=line, microbatches=2, loss=F.mse_loss, static_shapes=True) as pipe,
-        pytest.raises(ConfigError, match="static_shapes leaves no word for forwards that run again"),
+        pytest.raises(ConfigError, match="with static_shapes, ranks can't announce forwards that run again"),
     ):
         pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
     with gapless.Pipeline(Run(1).model(), mesh=line, microbatches=2, loss=F.mse_loss) as pipe:
         training = pipe.training(Normed(pipe.parameters()))
-        with pytest.raises(ConfigError, match=r"Normed steps a parameter otherwise .* use devices= in one process"):
+        with pytest.raises(ConfigError, match=r"Normed steps a parameter differently .* use devices= in one process"):
             training.step(*batch())
     print("refused", flush=True)
     os._exit(0)

@@ -232,5 +232,5 @@ def test_a_layer_that_changes_what_it_holds_late_is_refused_if_its_forwards_run_
         for step in range(6):
             training.step(*run.batch(step))
         x, y = run.batch(6)
-        with pytest.raises(ConfigError, match="a layer has changed something in them for the first time"):
+        with pytest.raises(ConfigError, match="a layer changed something for the first time"):
             assert training.step(100 * x, y).norm is None

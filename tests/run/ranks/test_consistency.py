@@ -107,7 +107,7 @@ def one_changes_its_shape() -> None:
     x, y = batch(mesh.get_local_rank("dp"))
     with pipeline(layers(2), mesh=mesh, static_shapes=True) as pipe:
         pipe.step(x, y)
-        words = "rank [23] has refused this step, so no rank begins it"
+        words = "rank [23] rejected this step, so no rank begins it"
         if me == 3:
             words = r"the inputs of this one are float32 \[16, 7\], where they were float32 \[16, 6\]: give all steps"
         with pytest.raises(ConfigError, match=words):

@@ -102,8 +102,8 @@ def test_a_stage_that_makes_another_shape_is_named_where_shapes_are_static(backe
     check_ranks(backend, 3)
     said = launch(makes_another_shape, 3, backend)
     assert (
-        "rank 0 says: steps have had the same shapes so far, and a stage has now made float32 [2, 32], which it had "
-        "not at this place of the first step: give static_shapes=False" in said
+        "rank 0 says: all steps so far had the same shapes, but a stage has now made float32 [2, 32], which it did "
+        "not at this place in the first step: pass static_shapes=False" in said
     ), said
     assert len(re.findall(r"rank [012] says:", said)) == 3, said
 

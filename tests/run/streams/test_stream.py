@@ -386,7 +386,7 @@ def test_an_update_that_fails_alike_on_all_stages_is_half_made_and_not_whole(by:
             list(stream.run(batches(9)))
         assert "an update is half made: stage 0 at 3 and a part of the next, stage 1 at 3" in failed.value.__notes__[-1]
         for use in (stream.state_dict, pipe.state_dict, lambda: list(stream.run(batches(1)))):
-            with pytest.raises(GaplessError, match="go on from a state that was saved before"):
+            with pytest.raises(GaplessError, match="resume from a state that was saved before"):
                 use()
 
 
@@ -640,7 +640,7 @@ def test_tensors_that_learn_but_are_no_parameters_are_refused(learns: Tensor) ->
         model[5] = Loose(kept)
         with (
             pipeline("stashing", model) as pipe,
-            pytest.raises(ConfigError, match=r"Loose\.kept at stage 1 has tensors that learn"),
+            pytest.raises(ConfigError, match=r"Loose\.kept at stage 1 has trainable tensors"),
         ):
             pipe.stream(optimizer=momentum)
     model, layer = make("linear"), Loose([torch.ones(6)])

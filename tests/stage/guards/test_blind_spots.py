@@ -57,7 +57,10 @@ def test_between_processes_a_tensor_that_learns_is_not_seen() -> None:
     lines = [
         list(unwatched([Stage([part], first_layer=0)], processes=True, replicas=True)) for part in (own(), linear())
     ]
-    assert lines == [["not watched: learning tensors that are no parameters (other stages are in other processes)"], []]
+    assert lines == [
+        ["not watched: trainable tensors that are not parameters (other stages are in other processes)"],
+        [],
+    ]
 
 
 def test_replicas_are_not_compared() -> None:

@@ -82,8 +82,8 @@ def read_by_the_loss(clock: Clock, when: When) -> Made:
     return layers, loss
 
 
-FROZEN = r"a forward has frozen or thawed a weight of shape \(6, 6\) with requires_grad_"
-GRAD = r"asks in its forward for the \.grad of a weight of shape"
+FROZEN = r"a forward has frozen or unfrozen a weight of shape \(6, 6\) with requires_grad_"
+GRAD = r"reads \.grad of a weight of shape"
 Habit = Callable[[Clock, When], Made]
 HABITS: dict[Habit, str] = {
     thawed: FROZEN,

@@ -115,7 +115,7 @@ def test_one_generator_in_hooks_of_two_stages_is_refused() -> None:
     layers, generator = model(), torch.Generator()
     for layer in layers:
         layer[0].weight.register_hook(lambda grad: grad + torch.rand(grad.shape, generator=generator))
-    with pytest.raises(ConfigError, match="give each hook a generator of its own"):
+    with pytest.raises(ConfigError, match="give each hook its own generator"):
         train(layers)
 
 

@@ -94,15 +94,19 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         (
             '"cross_entropy"',
             '"mse_loss"\narguments = { size_average = false }',
-            "loss.arguments has 'size_average', which torch has replaced: use reduction, as 'mean' or 'sum'",
+            "loss.arguments has 'size_average', which torch has replaced: use reduction, 'mean' or 'sum'",
         ),
         (
             '"cross_entropy"',
             '"torch.nn.functional:mse_loss"\narguments = { reduce = false }',
-            "loss.arguments has 'reduce', which torch has replaced: use reduction, as 'mean' or 'sum'",
+            "loss.arguments has 'reduce', which torch has replaced: use reduction, 'mean' or 'sum'",
         ),
         ("AdamW", "SparseAdam", "optimizer.name is 'SparseAdam', which is not known"),  # for sparse gradients alone
-        ("{ lr = 0.01 }", "0.01", "optimizer.arguments is 0.01, but it must be a table, as { width = 64, depth = 8 }"),
+        (
+            "{ lr = 0.01 }",
+            "0.01",
+            "optimizer.arguments is 0.01, but it must be a table such as { width = 64, depth = 8 }",
+        ),
         ("minibatch = 6", "", "data.minibatch is missing: samples in a step, as 16"),
         (
             'name = "mine.py:batches"',
@@ -113,7 +117,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         (
             '["cpu", "cpu"]',
             '"cpu"',
-            "pipeline.devices is 'cpu', but it must be a number, or a list as ['cuda:0', 'cuda:1']",
+            "pipeline.devices is 'cpu', but it must be a number, or a list such as ['cuda:0', 'cuda:1']",
         ),
         ("microbatches = 4", "memory = '24 GB/s'", "pipeline.memory is '24 GB/s', but it must be a number of bytes"),
         ("microbatches = 4", "offload = 'auto'", "pipeline.offload is 'auto', but it must be none, activations, or a"),
@@ -215,8 +219,8 @@ def test_a_key_in_the_wrong_table_is_told_where_it_belongs(tmp_path: Path) -> No
             ["scheduler.name=cosine", "scheduler.arguments.gamma=3"],
             "scheduler.arguments is given, but cosine takes none",
         ),
-        (["evaluate.every=3"], "evaluate.name is missing: of data of your own nothing can be held out, so name other"),
-        (["evaluate.patience=3"], "evaluate.patience is given, but evaluate.every is not: say how often to evaluate"),
+        (["evaluate.every=3"], "evaluate.name is missing: nothing can be held out of your own data, so name other"),
+        (["evaluate.patience=3"], "evaluate.patience is given, but evaluate.every is not: set how often to evaluate"),
         (["train.precision=bf32"], "train.precision is 'bf32', which is not known; it is float32, bf16, fp16"),
         (["evaluate.held_out=1"], "evaluate.held_out is 1, but it must be a number of at least 0 and below 1"),
         (["scheduler.floor=2"], "scheduler.floor is 2, but it must be a number from 0 to 1"),

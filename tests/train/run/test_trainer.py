@@ -195,11 +195,11 @@ def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
             [("AdamW", "mine.py:number"), ("lr = 0.01", "")],
             "optimizer.arguments do not fit mine.py:number: too many positional arguments",
         ),
-        ([('["cpu", "cpu"]', '["cuda:77"]')], "device cuda:77 is not there: this machine has"),
-        ([('["cpu", "cpu"]', '["cuda:256"]')], "device cuda:256 is not there: this machine has"),
+        ([('["cpu", "cpu"]', '["cuda:77"]')], "device cuda:77 does not exist: this machine has"),
+        ([('["cpu", "cpu"]', '["cuda:256"]')], "device cuda:256 does not exist: this machine has"),
         (
             [("microbatches = 4", "")],
-            "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan =",
+            "pipeline.microbatches is missing: set the number of parts that a minibatch is cut into, such as",
         ),
         (
             [("microbatches = 4", "microbatches = 40")],
@@ -229,7 +229,7 @@ def test_a_plan_from_a_file_must_be_for_this(tmp_path: Path, config: Config) -> 
             "the plan plan.json is for a minibatch of 6, but data.minibatch is 9: make a plan",
         ),
         (asked.changed(schedule="zb-h1"), "schedule is zb-h1, but the plan plan.json has 1f1b: leave it out"),
-        (asked.changed(microbatches=2), "microbatches is 2, but the plan has 3: leave out what the plan says"),
+        (asked.changed(microbatches=2), "microbatches is 2, but the plan has 3: leave these out"),
         (asked.changed(devices=1), "the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 1 device"),
         (asked.changed(plan="no.json"), f"there is no file {tmp_path / 'no.json'}"),
     ):

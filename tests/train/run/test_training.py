@@ -186,7 +186,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work(
     config = config_of(tmp_path)
     with (
         prepared(config, RunFolder(tmp_path / "run"), Ranks()),
-        pytest.raises(ConfigError, match=r"another run is at work in .*run: wait for it or end it, or choose another"),
+        pytest.raises(ConfigError, match=r"another run is training in .*run: wait for it or end it, or choose another"),
         prepared(config, RunFolder(tmp_path / "run"), Ranks()),
     ):
         pass

@@ -33,21 +33,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--model", str, None, "NAME", "a folder with a config.json, or a model on the Hub, in place of PROFILE"),
         ("--length", int, None, "N", "tokens in a sample (default: 4096, or the model's longest)"),
         ("--dtype", str, None, "TYPE", "of weights, gradients and AdamW's state (default: the config's)"),
-        ("--flops", str, None, "X", f"what a device computes in a second (default {_SPEED})"),
+        ("--flops", str, None, "X", f"speed of a device in FLOP/s (default {_SPEED})"),
     )
 
 
 def check(arguments: argparse.Namespace) -> None:
     """One source, with the options that are for it."""
     if (arguments.source is None) == (arguments.model is None):
-        raise ConfigError("gapless plan takes one of PROFILE and --model NAME: give a profile, a config or a model")
+        raise ConfigError("gapless plan needs either PROFILE or --model NAME: give a profile, a config or a model")
     for name in ("length", "dtype", "flops") if arguments.model is None else ():
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for --model: a profile or a config says that itself")
     if arguments.model is not None and arguments.write:
         raise ConfigError(
-            "--write is for a plan to train with, and one from a config alone is not: give the model and a batch to "
-            "gapless.make_plan, with flops= if nothing is to be run"
+            "--write is for plans to train with, and a config alone gives none: pass the model and a batch to "
+            "gapless.make_plan, with flops= if nothing should run"
         )
 
 
@@ -88,7 +88,7 @@ def _first_fit(profile: Profile, memory: int, wanted: SearchOptions, minibatch: 
     for count in range(max(1, least), len(profile.layers) + 1):
         try:
             search(profile, [Device(memory)] * count, wanted, minibatch)
-            return f"as one pipeline under 1f1b it fits on {units.show_count(count, 'such device')} first"
+            return f"as one pipeline under 1f1b it first fits on {units.show_count(count, 'such device')}"
         except PlanError:
             continue
     return "as one pipeline under 1f1b it fits on no number of such devices"

@@ -49,8 +49,8 @@ def _report(profile: Profile, found: Replication, form: str) -> str:
     told = f"{units.show_seconds(found.seconds)} a minibatch, {alone / found.seconds:.3g} times as fast as one device"
     if found.seconds > found.slowest:
         told += (
-            f"; the slowest stage or hop takes {units.show_seconds(found.slowest)}, but of the {found.in_flight} "
-            "minibatches under way per first device each has a whole round trip to make"
+            f"; the slowest stage or hop takes {units.show_seconds(found.slowest)}, but with {found.in_flight} "
+            "minibatches in flight per first device their round trip sets the pace"
         )
     counted = {"ring": "a ring sums gradients", "pipedream": "times are counted as PipeDream's own optimizer does"}
     size = f"{units.show_count(len(profile.layers), 'layer')} on {units.show_count(found.num_devices, 'device')}"

@@ -54,9 +54,9 @@ def report(profile: Profile, found: Found, top: int, beside: Sequence[Alternativ
 
 def _about_the_allocator(profile: Profile) -> str:
     return textwrap.fill(
-        f"the profile was measured with an allocator that loses {profile.slack:.0%} of what comes and goes; with "
-        f"PYTORCH_ALLOC_CONF=expandable_segments:True torch's loses {SLACK:.0%}, and more fits: set that to measure "
-        "and to train",
+        f"the profile was measured with an allocator that loses {profile.slack:.0%} of temporary memory; with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True torch's loses {SLACK:.0%}, so more fits: set it to measure and "
+        "to train",
         _WIDTH,
     )
 
@@ -80,7 +80,7 @@ def without_a_pipeline(found: Found) -> Iterator[str]:
 _MARKS = {"asynchronous": "a", "not runnable yet": "n"}
 _NEVER_CHOSEN = {
     "asynchronous": "a  asynchronous: no bubble, but gradients of older weights; never chosen, see --no-flush",
-    "not runnable yet": "n  not runnable yet: stages have replicas of their own, but a mesh has as many of each stage",
+    "not runnable yet": "n  not runnable yet: stages differ in their numbers of replicas, which a mesh does not allow",
 }
 
 

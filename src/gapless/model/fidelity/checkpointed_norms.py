@@ -46,9 +46,9 @@ class CheckpointedNorms(TorchFunctionMode):
             times and node.graph is not module.graph for node, times in zip(nodes, self._around, strict=True)
         ):
             raise LostError(
-                "a batch norm inside of two torch.utils.checkpoint, or of one and another grad mode or autocast, whose "
-                "running statistics a trace would move less often than plain training: take it out of the checkpoint, "
-                "or use remat= in place of the checkpoint"
+                "a batch norm inside two torch.utils.checkpoint, or inside one under another grad mode or autocast, "
+                "whose running statistics a trace would update less often than plain training: take it out of the "
+                "checkpoint, or use remat= in place of the checkpoint"
             )
         counters = {
             str(node.args[0].target): node

@@ -46,8 +46,8 @@ def nothing_lost() -> Iterator[None]:
         raise switches.refusal
     if _drawn_outside() != drawn:
         raise LostError(
-            "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "
-            "draw with torch"
+            "it draws from the generators of Python or NumPy, and a trace would use the same numbers for all "
+            "microbatches: draw with torch"
         )
 
 

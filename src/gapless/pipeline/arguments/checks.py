@@ -185,7 +185,7 @@ def world_of(
     transport, static_shapes = carriage
     one_of("transport", transport, get_args(TransportName))
     if mesh is None and transport != "auto":
-        raise ConfigError(f"transport={transport!r} is for mesh=: in one process nothing is carried; leave it out")
+        raise ConfigError(f"transport={transport!r} is for mesh=: in one process there are no messages; leave it out")
     if static_shapes is not False and static_shapes is not True and static_shapes != "auto":
         raise ConfigError(f"static_shapes is {static_shapes!r}, but it must be True, False or 'auto'")
     if mesh is None and static_shapes is True:

@@ -45,7 +45,7 @@ _MEANT = {
     **dict.fromkeys(("example_args", "mb_args", "example_inputs", "sample_input"), "example=, inputs to trace it with"),
     **dict.fromkeys(("num_model_chunks", "virtual_stages", "interleave"), "stages_per_device="),
     "deferred_batch_norm": "batchnorm='deferred'",
-    "optimizer": "no optimizer: make one of pipe.parameters() and step it after pipe.step, or use pipe.stream",
+    "optimizer": "no optimizer: make one from pipe.parameters() and step it after pipe.step, or use pipe.stream",
 }
 
 # What a pipeline does not have, and what to do in place of it.
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("half", "bfloat16", "float", "double"),
-        "turn the model before the pipeline is made, or call step inside torch.autocast",
+        "convert the model before the pipeline is made, or call step inside torch.autocast",
     ),
     "generate": "generate with the trained model: pipe.module().generate(...), on one device",
     "push_to_hub": "write the model with pipe.save_pretrained(folder), and upload that folder",

@@ -91,7 +91,7 @@ class ScheduleArguments(NamedTuple):
         if self.costs is not None and self.costs != plan.costs:
             faults.append("costs are not those of the plan")
         if faults:
-            raise ConfigError(f"{'; '.join(faults)}: leave out what the plan says, or make another")
+            raise ConfigError(f"{'; '.join(faults)}: leave these out, or make another plan")
 
     def _check_replication(self, found: Replication) -> None:
         """Nothing else was asked for than what it says."""

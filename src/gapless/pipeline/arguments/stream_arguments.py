@@ -70,9 +70,9 @@ def maker_of(optimizer: Any, correction: Correction | None, lr: float | None) ->
         one_of("correction", correction, get_args(Correction))
     if correction == "nesterov":
         if lr is not None and not (_is_number(lr) and lr >= 0):
-            raise ConfigError(f"lr is {lr!r:.40}, but it must be a number from 0 on")
+            raise ConfigError(f"lr is {lr!r:.40}, but it must be a number of at least 0")
         if optimizer is not None:
-            raise ConfigError("correction='nesterov' is an optimizer of its own: leave optimizer= out, and give lr=")
+            raise ConfigError("correction='nesterov' is an optimizer itself: leave optimizer= out, and give lr=")
         return DelayedNesterov if lr is None else partial(DelayedNesterov, lr=lr)
     if lr is not None:
         raise ConfigError("lr= is for correction='nesterov': give the learning rate to your optimizer")
@@ -116,8 +116,8 @@ def refuse_loose(parts: Iterable[Any], stage: int) -> None:
                 isinstance(each, Tensor) and each.is_leaf and each.requires_grad and each not in known for each in held
             ):
                 raise LOOSE_TENSORS.refusal(
-                    f"{type(module).__name__}.{name} at stage {stage} has tensors that learn but are no parameters of "
-                    "the model, so a stream has no versions of them",
+                    f"{type(module).__name__}.{name} at stage {stage} has trainable tensors that are not parameters "
+                    "of the model, so a stream has no versions of them",
                     "use nn.Parameter, or nn.ParameterList",
                 )
 
@@ -142,8 +142,8 @@ def scheduler_of(make: MakeScheduler, optimizer: Optimizer) -> Any:
     made = make(optimizer)
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau needs a metric at every step, which the stages of a stream do not have: use a scheduler "
-            "that counts"
+            "ReduceLROnPlateau needs a metric at every step, which the stages of a stream do not have: use a "
+            "scheduler that counts updates"
         )
     if not hasattr(made, "step"):
         raise ConfigError(f"scheduler= must make a scheduler with step(), but it made a {type(made).__name__}")

@@ -36,7 +36,7 @@ def check_training(optimizer: Any, asked: Asked) -> None:
         raise ConfigError(f"max_norm is {asked.max_norm!r}, but it must be above 0: leave it out to clip nothing")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}, but training takes a torch.optim.Optimizer made of "
+            f"optimizer is a {type(optimizer).__name__}, but training takes a torch.optim.Optimizer made from "
             "pipe.parameters()"
         )
     name = type(optimizer).__name__
@@ -72,7 +72,7 @@ def check_training(optimizer: Any, asked: Asked) -> None:
             "yourself after training.settle()"
         )
     if scheduler.optimizer is not optimizer:
-        raise ConfigError(f"the {type(scheduler).__name__} is for another optimizer: make it of the one given here")
+        raise ConfigError(f"the {type(scheduler).__name__} is for another optimizer: make it from the one given here")
 
 
 def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: World, *, scaled: bool) -> None:
@@ -81,7 +81,7 @@ def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: Wo
     found = [each for group in optimizer.param_groups for each in group["params"]]
     if strangers := sum(each not in own and (world.one_process or each.numel() > 0) for each in found):
         raise ConfigError(
-            f"{strangers} of {len(found)} parameters of the optimizer are not the pipeline's: make it of "
+            f"{strangers} of {len(found)} parameters of the optimizer are not the pipeline's: make it from "
             "pipe.parameters()"
         )
     if any(hasattr(each, "full_tensor") for each in found):

@@ -82,7 +82,7 @@ def _as_saved(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, TensorPa
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise CheckpointError(f"{printable(str(folder))} is there already: save to a new folder")
+        raise CheckpointError(f"{printable(str(folder))} exists already: save to a new folder")
     return staged(disk, folder, cleanup)
 
 

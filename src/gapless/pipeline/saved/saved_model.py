@@ -83,7 +83,7 @@ class SavedModel(NamedTuple):
         if facts["seed"] != self.options.seed:
             raise RESUMED_DATA.refusal(
                 f"{opened.shown} was trained with seed={facts['seed']}, and this pipeline has "
-                f"seed={self.options.seed}, so its random numbers would be others",
+                f"seed={self.options.seed}, so its random numbers would differ",
                 f"make it with seed={facts['seed']}",
                 CheckpointError,
             )
@@ -146,8 +146,8 @@ def _read(opened: Opened, part: str, known: Mapping[str, Any], here: Mapping[str
     if wrong:
         more = f"; and {len(wrong) - _MOST_SHOWN} more differences" if len(wrong) > _MOST_SHOWN else ""
         raise CheckpointError(
-            f"{opened.shown} is of another {part}: {printable('; '.join(wrong[:_MOST_SHOWN]))}{more}; make the {part} "
-            "as it was"
+            f"{opened.shown} is for another {part}: {printable('; '.join(wrong[:_MOST_SHOWN]))}{more}; make the "
+            f"{part} as it was"
         )
     made: Any = OrderedDict()
     made._metadata = getattr(known, "_metadata", None)

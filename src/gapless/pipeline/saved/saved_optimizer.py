@@ -74,8 +74,8 @@ class SavedOptimizer:
             raise CheckpointError(f"{opened.shown} was saved without an optimizer: load it without one, too")
         if saved["kind"] != kind:
             raise CheckpointError(
-                f"{opened.shown} has what {saved['kind']} keeps, and this optimizer is {kind}: make {saved['kind']}, "
-                "or load without an optimizer"
+                f"{opened.shown} has the state of {saved['kind']}, but this optimizer is {kind}: make "
+                f"{saved['kind']}, or load without an optimizer"
             )
         self._check_groups(opened, saved["groups"])
         state = {

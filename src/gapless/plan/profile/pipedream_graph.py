@@ -78,13 +78,13 @@ def _nodes(text: str) -> dict[str, _Node]:
                 "as a tab and `node1 -- node2`"
             )
         if found[1] in nodes:
-            raise ConfigError(f"line {number}: {printable(found[1][:40])} is there twice")
+            raise ConfigError(f"line {number}: {printable(found[1][:40])} appears twice")
         forward, backward, output, weights = _numbers(found[3], number)
         nodes[found[1]] = _Node(found[1], found[2], forward, backward, output, weights)
     for number, source, target in edges:
         for end in (source, target):
             if end not in nodes:
-                raise ConfigError(f"line {number}: the edge has {printable(end[:40])}, which is no node of the file")
+                raise ConfigError(f"line {number}: the edge has {printable(end[:40])}, which is not a node of the file")
         nodes[source].makes.append(target)
         nodes[target].takes.append(source)
     return nodes
@@ -130,7 +130,7 @@ def _depths(nodes: dict[str, _Node]) -> dict[str, int]:
                 ready.append(target)
     if len(ready) < len(nodes):
         stuck = next(key for key, count in waits.items() if count)
-        raise ConfigError(f"the graph has a circle: {printable(stuck[:40])} waits for itself")
+        raise ConfigError(f"the graph has a cycle: {printable(stuck[:40])} waits for itself")
     return depths
 
 

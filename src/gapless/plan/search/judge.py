@@ -226,7 +226,7 @@ class Judge:
         orders = (False, True) if self.drafts.host is not None else (False,)
         for modes, free in product(dict.fromkeys(tried), orders):
             if self.least.recomputed(choice, counts, modes) >= best:
-                missed = missed or TooSlowError("with the recomputes that it needs it can't be the quickest")
+                missed = missed or TooSlowError("with the recomputes that it needs it can't be the fastest")
                 continue
             try:
                 made = self.drafts.make(choice, counts, modes, free=free)

@@ -60,8 +60,8 @@ def _read(word: str) -> Change:
     found = _WRITTEN.fullmatch(word)
     if found is None or found[1] not in _WAYS or found[2] not in _WAYS[found[1]]:
         raise ConfigError(
-            f"{word[:40]!r} is no change: write memory+8GiB, memory*2, devices+1, speed*1.5, bandwidth*2, latency/2 or "
-            "minibatch*2"
+            f"{word[:40]!r} is not a change: write memory+8GiB, memory*2, devices+1, speed*1.5, bandwidth*2, "
+            "latency/2 or minibatch*2"
         )
     what, way, amount = found.groups()
     try:

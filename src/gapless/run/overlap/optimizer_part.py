@@ -157,8 +157,8 @@ def check_parts(optimizer: Optimizer, parts: Sequence[OptimizerPart], groups: Gr
             for part in again:
                 part.undo()
             raise ConfigError(
-                f"{type(optimizer).__name__} steps a parameter otherwise where it does not have all of them, but each "
-                f"device steps its own: {instead}"
+                f"{type(optimizer).__name__} steps a parameter differently if it does not have all of them, but each "
+                f"device steps only its own: {instead}"
             )
 
 

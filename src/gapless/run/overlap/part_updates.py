@@ -99,8 +99,8 @@ class PartUpdates:
         """The forwards of this step that came before its verdict: they have used weights that did not stand."""
         if any(stage.holds_state for stage in self.stages):
             raise RESTARTED_FORWARDS.refusal(
-                "a step was clipped or left out after forwards of the next one had begun, and a layer has changed "
-                "something in them for the first time that is no buffer",
+                "a step was clipped or skipped after forwards of the next one had begun, in which a layer changed "
+                "something for the first time that is not a buffer",
                 f"{RESTARTED_FORWARDS.way_out}, or use pipe.step and optimizer.step() (in a config: overlap = false)",
             )
         program.drop_forwards(device)

@@ -114,7 +114,7 @@ def make_rank_steps(world: World, check: Check, settled: Settled) -> RankSteps:
     assert isinstance(world, ManyProcesses)
     if world.links.static is not None and world.links.static.promised:
         raise ConfigError(
-            "static_shapes leaves no word for forwards that run again: leave it out, or use pipe.step and "
+            "with static_shapes, ranks can't announce forwards that run again: leave it out, or use pipe.step and "
             "optimizer.step()"
         )
     return RankSteps(world, check, settled)

@@ -148,9 +148,7 @@ class Consistency:
                     elif not fault and int(row[9]) != rank:
                         fault = different(Call.of(row[2:9]), found, rank, int(row[9]))
                     elif not fault and row[0]:
-                        fault = ConfigError(
-                            f"rank {rank} has refused this step, so no rank begins it: its error says why"
-                        )
+                        fault = ConfigError(f"rank {rank} rejected this step, so no rank begins it: its error says why")
                 ready = min(int(row[1]) for row in rows)
         if fault:
             raise fault

@@ -72,7 +72,7 @@ class RankRunner(StreamRunner):
             raise error
         for rank, (theirs, fault) in zip(self._ranks, rows, strict=True):
             if fault:
-                raise ConfigError(f"rank {rank} can't go on with its stream: {fault}")
+                raise ConfigError(f"rank {rank} can't continue its stream: {fault}")
             for name, one, other in differences(rows[0][0], theirs):
                 raise SAME_CALLS.refusal(
                     f"the ranks disagree about their stream: {name} is {one} on rank {self._ranks[0]} and {other} on "
@@ -148,7 +148,7 @@ class RankRunner(StreamRunner):
     def hear(self) -> tuple[int, Tensor | None]:
         """What is said next. A rank that was asked to leave does so between two minibatches."""
         if self._watch.departure.was_asked():
-            _LOG.warning("rank %d ends its stream and leaves: SIGTERM has come", self._rank)
+            _LOG.warning("rank %d ends its stream and exits: it received SIGTERM", self._rank)
             raise SystemExit(0)
         self._watch.whereabouts.call = "in a stream"
         try:

@@ -282,7 +282,7 @@ class Stream:
         """Raises if the stages have made different updates, and names them."""
         if self._is_uneven:
             raise GaplessError(
-                f"the stream failed in the middle of an update, and {counts(self._stopped)}: go on from a state that "
+                f"the stream failed in the middle of an update, and {counts(self._stopped)}: resume from a state that "
                 "was saved before"
             )
 

@@ -251,7 +251,7 @@ class _Saved:
                 if saved != used:
                     raise ConfigError(
                         f"the state has what {saved} keeps for {name}, but the stream has {used}: make it with "
-                        f"{saved}, or leave the state out and go on with the model's alone"
+                        f"{saved}, or leave the state out and load the model's alone"
                     )
         for name, parameter in zip(held.names, held.parameters, strict=True):
             if self._weights.get(name, "") not in ("", _fingerprint(parameter)):

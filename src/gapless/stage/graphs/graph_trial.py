@@ -72,7 +72,7 @@ class Trial:
             if unequal:
                 return f"a replay differs from the eager run by {self.distance:.1g}, and two of those by {spread:.1g}"
         if faster and self.graphed >= self.eager:
-            return f"it is not faster so ({1e3 * self.graphed:.2f} ms, eagerly {1e3 * self.eager:.2f} ms)"
+            return f"graphs are not faster ({1e3 * self.graphed:.2f} ms, eagerly {1e3 * self.eager:.2f} ms)"
         return None
 
 

@@ -260,7 +260,7 @@ class GraphedStage(Stage):
         if self.likenesses.foreign:
             return "it trains a parameter that none of its layers has"
         if self._shared:
-            return "another stage uses a weight of its own too"
+            return "another stage uses one of its weights too"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
         found = why_no_call(self._calls) or why_not(self.likenesses.parts, self.parameters())

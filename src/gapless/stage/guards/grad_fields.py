@@ -20,8 +20,8 @@ def _grad(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         mode.behind += 1
         if _others(mode) if _is_own(mode, weight) else mode.at[1] > 0:
             raise FORWARD_GRADS.refusal(
-                f"a layer or the loss asks in its forward for the .grad of a weight of shape {tuple(weight.shape)}, "
-                "and other microbatches are under way whose gradients are not in it yet"
+                f"a layer or the loss reads .grad of a weight of shape {tuple(weight.shape)} in its forward, and it "
+                "lacks the gradients of other microbatches in flight"
             )
     return mode.plain(func, args, kwargs)
 
@@ -40,8 +40,8 @@ def check_switched(mode: Mode, shared: Collection[Tensor]) -> None:
     for weight in left:
         if _others(mode) or not _is_own(mode, weight) or any(weight is each for each in shared):
             raise FROZEN_WEIGHTS.refusal(
-                f"a forward has frozen or thawed a weight of shape {tuple(weight.shape)} with requires_grad_, and the "
-                "backward of another microbatch, or another stage, would go by that too"
+                f"a forward has frozen or unfrozen a weight of shape {tuple(weight.shape)} with requires_grad_, which "
+                "would also affect the backward of another microbatch, or another stage"
             )
 
 

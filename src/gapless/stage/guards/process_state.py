@@ -172,8 +172,8 @@ def _refuse_setting(name: str) -> None:
     if work is None or work.mode is None or work.mode.one_thread or _caller().startswith(_PUT_BACK):
         return
     raise PROCESS_SETTINGS.refusal(
-        f"a layer or the loss calls {name} in its {work.what}, and torch keeps what that sets once for all threads, so "
-        "it would hold in other stages too and perhaps not here"
+        f"a layer or the loss calls {name} in its {work.what}, and torch keeps that setting once for all threads, so "
+        "it would apply to other stages too and perhaps not here"
     )
 
 

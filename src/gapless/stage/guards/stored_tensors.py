@@ -91,8 +91,8 @@ class Stored:
                         f"stages {stage} and {place[0]}" if stage != place[0] else f"stage {stage} with remat='layer'"
                     )
                     raise LOOSE_TENSORS.refusal(
-                        f"layers of {where} learn one tensor of shape {tuple(tensor.shape)} that is no nn.Parameter, "
-                        "and its gradients would be added in another order than in plain training"
+                        f"layers of {where} train one tensor of shape {tuple(tensor.shape)} that is not an "
+                        "nn.Parameter, and its gradients would be added in another order than in plain training"
                     )
 
     def begin(self) -> None:

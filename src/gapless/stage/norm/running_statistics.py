@@ -274,6 +274,6 @@ def _check(option: str, layers: Sequence[Any]) -> None:
 def refuse(name: str) -> None:
     """What `batchnorm="error"` is for."""
     raise ConfigError(
-        f"a {name} in training normalises with the moments of a microbatch, which batchnorm='error' refuses: put it in "
-        "eval mode, take another norm, or choose batchnorm='deferred' or 'microbatch'."
+        f"a {name} in training normalises with the moments of a microbatch, which batchnorm='error' forbids: put it "
+        "in eval mode, use another norm, or choose batchnorm='deferred' or 'microbatch'."
     )

@@ -39,14 +39,14 @@ class BackwardMode(Mode):
             name = getattr(func, "__name__", func)
             if own is None:
                 raise BACKWARD_DRAWS.refusal(
-                    f"a hook, or the backward of a function, calls {name}, which draws from torch's default generator, "
-                    "and in a pipeline the numbers of the plain loop can't be had there"
+                    f"a hook, or the backward of a function, calls {name}, which draws from torch's default "
+                    "generator, and in a pipeline its numbers would differ from those of the plain loop"
                 )
             if self._users.setdefault(own, self) is not self:
                 raise SHARED_GENERATORS.refusal(
                     f"a hook, or the backward of a function, calls {name} with a torch.Generator that a forward or "
                     "another stage draws from too, in another order than plain training",
-                    "give each hook a generator of its own",
+                    "give each hook its own generator",
                 )
         return self.plain(func, args, kwargs)
 

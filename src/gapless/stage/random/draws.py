@@ -108,7 +108,7 @@ class Draws:
         self.count += 1
         if self._users.setdefault(generator, self) is not self:
             raise SHARED_GENERATORS.refusal(
-                "layers of several stages draw from one torch.Generator, and who comes first depends on the clock"
+                "layers of several stages draw from one torch.Generator, and which draws first depends on timing"
             )
         if self._captured is not None:
             raise UncapturableError("a layer draws from a generator of its own")

@@ -9,7 +9,7 @@ _MASK = (1 << 64) - 1
 
 
 def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed a layer draws from: a pure 63-bit hash, so that neighbours in any argument share nothing.
+    """The seed a layer draws from: a 63-bit hash. Similar arguments give unrelated seeds.
 
     The reference calls `torch.manual_seed(seed_of(seed, step, microbatch, layer))` just before each layer.
     """

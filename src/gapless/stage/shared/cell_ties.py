@@ -110,8 +110,8 @@ class CellTies:
         for each, grad, version in waiting:
             if each.grad is not grad or (grad is not None and grad._version != version):
                 raise SECOND_USES.refusal(
-                    f"a layer of stage {self._place[0]} uses a weight of shape {tuple(each.shape)}, whose gradient "
-                    "waits, in a second way that torch's functions don't tell of, and in some microbatches only"
+                    f"a layer of stage {self._place[0]} uses a weight of shape {tuple(each.shape)}, whose gradient is "
+                    "deferred, in a second way that torch's functions do not show, and in some microbatches only"
                 )
 
     def _look(self, kept: Kept) -> None:

@@ -187,8 +187,8 @@ class _Later:
         if not self._grads:
             if _versions(self._needed) != self._versions:
                 raise SAVED_TENSORS.refusal(
-                    "a weight gradient of a compiled layer waited, and a tensor that it needs was changed in place "
-                    "meanwhile, most likely a buffer that the forward of a later microbatch has changed"
+                    "a weight gradient of a compiled layer was deferred, and a tensor that it needs was changed in "
+                    "place meanwhile, most likely a buffer that the forward of a later microbatch has changed"
                 )
             storages: set[int] = set()
             for last, grad in zip(self._region.last, _run(self._region.second, self._needed), strict=True):

@@ -137,7 +137,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield "loss.name is missing: next_token or cross_entropy, or 'file.py:function'"
         for key in sorted({"size_average", "reduce"} & set(loss.arguments)):
             if loss.where.startswith("torch.nn.functional:"):
-                yield f"loss.arguments has {key!r}, which torch has replaced: use reduction, as 'mean' or 'sum'"
+                yield f"loss.arguments has {key!r}, which torch has replaced: use reduction, 'mean' or 'sum'"
     if layout.plan == "auto":
         for key in ("stages_per_device", "partition", "remat"):
             if getattr(layout, key) is not None:
@@ -158,8 +158,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"scheduler.arguments is given, but {rate.name} takes none: use warmup, steps and floor"
     if evaluate.every is not None and config.validation is None:
         if config.data.is_own:
-            yield "evaluate.name is missing: of data of your own nothing can be held out, so name other data"
+            yield "evaluate.name is missing: nothing can be held out of your own data, so name other data"
         elif evaluate.held_out == 0:
             yield "evaluate.held_out is 0, so there is nothing to evaluate on: make it larger, or give evaluate.name"
     if evaluate.patience is not None and evaluate.every is None:
-        yield "evaluate.patience is given, but evaluate.every is not: say how often to evaluate"
+        yield "evaluate.patience is given, but evaluate.every is not: set how often to evaluate"

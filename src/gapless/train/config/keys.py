@@ -134,7 +134,7 @@ def must(fits: Callable[[Any], bool], be: str, made: Reader = lambda value: valu
 
 text = must(lambda value: isinstance(value, str) and value != "", "a text")
 positive = must(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0", float)
-arguments = must(lambda value: isinstance(value, Mapping), "a table, as { width = 64, depth = 8 }")
+arguments = must(lambda value: isinstance(value, Mapping), "a table such as { width = 64, depth = 8 }")
 overlap = must(lambda value: isinstance(value, bool) or value == "auto", "true, false or 'auto'")
 truth = must(lambda value: isinstance(value, bool), "true or false")
 
@@ -188,7 +188,7 @@ def named(known: Mapping[str, str]) -> Reader:
 
 def devices(value: Any) -> Any:
     """How many, or which."""
-    read = whole() if type(value) is int else listed(_device, "a number, or a list as ['cuda:0', 'cuda:1']")
+    read = whole() if type(value) is int else listed(_device, "a number, or a list such as ['cuda:0', 'cuda:1']")
     return read(value)
 
 

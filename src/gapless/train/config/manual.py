@@ -11,7 +11,7 @@ _HEAD = """# Every key of a config
 This page is generated from the code: `gapless train --keys` prints it. [Training](training.md) explains how the keys
 work together. `--set train.steps=50` sets any of them for one run.
 """
-_START = """# A config for `gapless train`. Lines behind a # may be left out: docs/config.md has all keys.
+_START = """# A config for `gapless train`. Lines after a # are optional: docs/config.md has all keys.
 """
 _SHOWN = {  # what the commented config says without a #
     "model": ("name", "arguments"),

@@ -64,7 +64,7 @@ Positive = Annotated[float, keys.positive]
 Text = Annotated[str, keys.text]
 Truth = Annotated[bool, keys.truth]
 Arguments = Annotated[Mapping[str, Any], keys.arguments]
-Counts = Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers, as [3, 3, 2]")]
+Counts = Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers such as [3, 3, 2]")]
 DataName = Annotated[str, keys.named(DATA)]
 
 

@@ -95,7 +95,7 @@ class WindowFeed(Feed):
             raise RESUMED_DATA.refusal(
                 f"data: {self._corpus.name} had {before:,} windows to train on when the run was saved, and has "
                 f"{self._count:,} now",
-                f"{RESUMED_DATA.way_out}, of which as much is held out for evaluation",
+                f"{RESUMED_DATA.way_out}, with the same part held out for evaluation",
             )
         super().seek(position)
 

@@ -85,7 +85,7 @@ class RunFolder:
             return held_soon(self.path, _LOCK_WITHIN)
         except BlockingIOError:
             raise ConfigError(
-                f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "
+                f"another run is training in {self.path}: wait for it or end it, or choose another folder with "
                 "--folder or --fresh"
             ) from None
         except OSError as error:

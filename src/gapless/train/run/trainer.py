@@ -289,5 +289,5 @@ def _not_finite(results: Sequence[Result | PendingResult], number: int) -> str:
     losses = [float(loss) for result in results for loss in result.losses]
     wrong = next((each for each, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if wrong is None:
-        return f"the losses of step {number} add up to no number"
+        return f"the losses of step {number} do not add up to a finite number"
     return f"the loss of step {number} is {losses[wrong]}, in microbatch {wrong} of {len(losses)}"

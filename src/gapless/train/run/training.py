@@ -142,8 +142,8 @@ def _check(config: Config, ranks: Ranks) -> None:
     schedule = config.pipeline.schedule
     if schedule is not None and not find_recipe(schedule).synchronous:
         raise ConfigError(
-            f"pipeline.schedule is {schedule}, which updates weights on the way and has no steps: choose one with a "
-            "flush, or write a program with pipe.stream()"
+            f"pipeline.schedule is {schedule}, which updates weights inside the schedule and has no steps: choose one "
+            "with a flush, or write a program with pipe.stream()"
         )
     if config.data.minibatch < ranks.replicas:
         raise ConfigError(

@@ -151,5 +151,5 @@ def test_leaving_the_loop_stops_the_threads() -> None:
 
 def test_there_is_no_order_that_could_be_replayed() -> None:
     asp = gapless.AsyncReplicas(plain(), replicas=2, loss=F.mse_loss, optimizer=sgd, local_steps=2)
-    with pytest.raises(gapless.GaplessError, match="with local_steps the clock decides nothing, so there is no order"):
+    with pytest.raises(gapless.GaplessError, match="with local_steps timing changes nothing, so there is no order"):
         asp.order  # noqa: B018

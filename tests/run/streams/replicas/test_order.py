@@ -37,8 +37,8 @@ def test_an_order_without_updates_is_not_stale() -> None:
     [
         ("0r 0r", "move 1 of the order is 0r, but then replica 0 reads twice without applying"),
         ("0r 0a 1a", "move 2 of the order is 1a, but then replica 1 applies what it has not read for"),
-        ("0r 0x", "'0x' is no move of an order: 0r, replica 0 reads, or 0a, it applies"),
-        ("a", "'a' is no move of an order: 0r, replica 0 reads, or 0a, it applies"),
+        ("0r 0x", "'0x' is not a move of an order: write 0r (replica 0 reads) or 0a (it applies)"),
+        ("a", "'a' is not a move of an order: write 0r (replica 0 reads) or 0a (it applies)"),
     ],
 )
 def test_an_order_that_makes_no_sense_says_where(text: str, message: str) -> None:

@@ -236,7 +236,7 @@ def check_local(
             assert [each.minibatch for each in results] == numbers
             first = asp.minibatches
         assert asp.updates == 2 * sum(counts[:ranks])
-        with pytest.raises(ConfigError, match="with local_steps the clock decides nothing, so there is no order"):
+        with pytest.raises(ConfigError, match="with local_steps timing changes nothing, so there is no order"):
             asp.order  # noqa: B018
 
 

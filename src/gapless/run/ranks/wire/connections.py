@@ -201,9 +201,9 @@ def _check_reached(made: Connections, failures: Sequence[str]) -> None:
     if missed:
         raise ConfigError(
             f"transport='memory', but rank {made.rank} can't reach rank {made.ranks[missed[0]]} through memory: they "
-            "are on different hosts, in containers that may not see each other, or on GPUs with no way to each other"
-            f"{''.join(f' ({each})' for each in failures[:1])}; "
-            "leave transport out, and the best one that works is taken"
+            "are on different hosts, in containers that may not see each other, or on GPUs with no way to each "
+            f"other{''.join(f' ({each})' for each in failures[:1])}; leave transport out, and the best one that works "
+            "is chosen"
         )
 
 

@@ -72,9 +72,9 @@ def _fault(found: list[str | None], first: list[str | None]) -> GaplessError | N
 def another_shape(tree: Any) -> GaplessError:
     """What a stage has made is not what it made in the first step, though its inputs are alike."""
     return STATIC_SHAPES.refusal(
-        f"steps have had the same shapes so far, and a stage has now made {_shapes(tree)}, which it had not at this "
-        "place of the first step",
-        "give static_shapes=False (strides, constants and what wants a gradient have to be the same, too)",
+        f"all steps so far had the same shapes, but a stage has now made {_shapes(tree)}, which it did not at this "
+        "place in the first step",
+        "pass static_shapes=False (strides, constants and requires_grad must be the same, too)",
     )
 
 

@@ -91,7 +91,7 @@ class Asp:
                 raise WEIGHTS_ELSEWHERE.refusal(
                     f"the loss or a layer uses {name} of the model itself, but replicas have copies of it, and its "
                     "gradient would be lost",
-                    "use what the layer has as its own, or weight_decay for a penalty",
+                    "use the layer's own weights, or weight_decay for a penalty",
                 )
             parameter.grad = None if grad is None else grad.to(parameter.device)
         try:

@@ -155,8 +155,8 @@ class AsyncReplicas:
         if self._ranks is not None:
             count = len(self._ranks.ranks)
             raise ConfigError(
-                f"an order of ranks is run again in one process: AsyncReplicas(model, replicas={count}, ...).replay("
-                "order, order.merged(loaders)), with the loader of each rank"
+                f"an order of ranks is replayed in one process: AsyncReplicas(model, replicas={count}, "
+                "...).replay(order, order.merged(loaders)), with the loader of each rank"
             )
         order = Order.parse(order) if isinstance(order, str) else order
         return self._started(self._replay(order, iter(loader), self._asp))
@@ -183,7 +183,7 @@ class AsyncReplicas:
     @property
     def _asp(self) -> Asp:
         if isinstance(self._course, LocalSteps):
-            raise ConfigError("with local_steps the clock decides nothing, so there is no order: run it again instead")
+            raise ConfigError("with local_steps timing changes nothing, so there is no order: run it again instead")
         return self._course
 
     def _started(self, results: Results) -> Results:

@@ -62,7 +62,9 @@ class Order:
         words = text.split()
         for word in words:
             if not re.fullmatch("[0-9]+[ra]", word):
-                raise ConfigError(f"{word[:20]!r} is no move of an order: 0r, replica 0 reads, or 0a, it applies")
+                raise ConfigError(
+                    f"{word[:20]!r} is not a move of an order: write 0r (replica 0 reads) or 0a (it applies)"
+                )
         return cls(tuple(Move(int(word[:-1]), "r" if word[-1] == "r" else "a") for word in words))
 
     def merged(self, loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:

@@ -235,7 +235,7 @@ class RankReplicas:
                 f"the replicas have stopped, since {reason}: {at}"
             )
         if self._watch.departure.was_asked():
-            _LOG.warning("rank %d ends its run and leaves: SIGTERM has come; %s", self._rank, at)
+            _LOG.warning("rank %d ends its run and exits: it received SIGTERM; %s", self._rank, at)
             raise SystemExit(0)
 
     def _take_over(self, final: RankMessage) -> None:

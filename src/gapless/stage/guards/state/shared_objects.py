@@ -203,7 +203,7 @@ class SharedObjects:
             both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
         return SHARED_STATE.refusal(
             f"{path} was changed while a step was under way, and {both} hold it, {one.name} and {other.name}, which "
-            "would see that at another time than in plain training",
+            "would see the change at another time than in plain training",
             f"{SHARED_STATE.way_out}, or {way}",
         )
 
