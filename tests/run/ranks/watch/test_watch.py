@@ -158,10 +158,10 @@ def computes_for_long() -> None:
         pipe.step(X, Y)
         model[dist.get_rank()].seconds = 2.0 * dist.get_rank()  # type: ignore[assignment]
         pipe.step(X, Y)
-        say("asleep")
-        last = time.monotonic()
-        while time.monotonic() - last < 1.0:  # until it was stopped and goes on
-            last = time.monotonic()
+        awake: list[int] = []
+        signal.signal(signal.SIGCONT, lambda number, _: awake.append(number))
+        say("asleep")  # it may be stopped from now on
+        while not awake:  # any thread may get the signal, so nothing wakes this one
             time.sleep(0.01)
         pipe.step(X, Y)
     say("fine")
@@ -199,16 +199,27 @@ def test_ranks_that_wait_for_each_other_give_up_after_the_timeout(server: Server
             ), crew.everything()
 
 
+def the_other_is_in_its_layer() -> None:
+    dist.distributed_c10d._get_default_store().wait(["in its layer"])
+
+
+class Tells(Slow):
+    def forward(self, x: Tensor) -> Any:
+        if self.seconds:
+            dist.distributed_c10d._get_default_store().set("in its layer", "")
+        return super().forward(x)
+
+
 def stays_in_a_layer() -> None:
     """Rank 0 fails while rank 1 is in a layer that nobody can stop."""
     watch._GRACE = 2.0
-    model = nn.Sequential(Fragile(), Slow(0.0))
+    model = nn.Sequential(Fragile(), Tells(0.0))
     pipe = pipeline(model, microbatches=4)
     pipe.step(X, Y)
     fragile = model[0]
     assert isinstance(fragile, Fragile)
     if dist.get_rank() == 0:
-        fragile.arm("F", 1, seconds=1.5)  # by then the other is in its layer
+        fragile.arm("F", 1, first=the_other_is_in_its_layer)
     model[1].seconds = 100.0  # type: ignore[assignment]
     pipe.step(X, Y)
 
