@@ -409,12 +409,20 @@ def test_ranks_may_leave_one_after_another(server: Server, tmp_path: Path) -> No
 # -- ranks disagree ----------------------------------------------------------------------------------------------------
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def _disagreements() -> dict[str, tuple[dict[str, Any], str]]:
     """What the last rank asks for instead, and what everybody says."""
     wider = model_of(3)
     wider[4] = nn.Linear(6, 6, bias=False)
     half = model_of(3)
     half[2] = nn.Linear(6, 6, dtype=torch.float64)
+    doubled = model_of(3)
+    doubled[2] = Doubled(6, 6)
+    kinds = "module 2 is Linear(in_features=6, out_features=6, bias=True) on rank 0 and Doubled with code"
     return {
         "microbatches": ({"microbatches": 8}, "microbatches is 4 on rank 0 and 8 on rank 2"),
         "seed": ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 2"),
@@ -428,6 +436,7 @@ def _disagreements() -> dict[str, tuple[dict[str, Any], str]]:
         "timeline": ({"timeline": True}, "timeline is false on rank 0 and true on rank 2"),
         "stages": ({"schedule": "zb-v"}, "stages is 3 on rank 0 and 6 on rank 2"),
         "names": ({"model": wider}, "model 4.bias is float32 (6,) on rank 0 and missing on rank 2"),
+        "code": ({"model": doubled}, kinds),  # the ranks trained parts of two models
         "types": ({"model": half}, "model 2.weight is float32 (6, 6) on rank 0 and float64 (6, 6) on rank 2"),
         "torch": ({"torch": "2.11.0"}, f"torch is {torch.__version__} on rank 0 and 2.11.0 on rank 2"),
         "mesh": ({"mesh": ("pp", "dp")}, 'mesh dimensions is ["dp", "pp"] on rank 0 and ["pp", "dp"] on rank 2'),
