@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,18 +230,26 @@ class Fragile(nn.Module):
         self.disarm()
 
     def disarm(self) -> None:
-        self.kind, self.after, self.seconds = "", 0, 0.0
+        self.kind, self.after = "", 0
         self.error: BaseException | None = None
+        self.first: Callable[[], object] | None = None
 
-    def arm(self, kind: str, after: int = 0, error: BaseException | None = None, seconds: float = 0.0) -> None:
-        self.kind, self.after, self.error, self.seconds = kind, after, error, seconds
+    def arm(
+        self,
+        kind: str,
+        after: int = 0,
+        error: BaseException | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> None:
+        self.kind, self.after, self.error, self.first = kind, after, error, first
         self.times = Times()
 
     def reach(self, kind: str) -> None:
         if kind != self.kind:
             return
         if self.times.next() >= self.after:
-            time.sleep(self.seconds)
+            if self.first is not None:
+                self.first()
             if self.error is not None:
                 raise self.error
             explode(kind)

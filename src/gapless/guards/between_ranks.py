@@ -4,11 +4,13 @@ from .guard import Guard
 
 SAME_CALLS = Guard(
     "calls of all ranks",
-    "ranks that make different calls, or the same calls with different arguments or modes, and would mix up messages",
+    "ranks that make different calls, or the same calls with different arguments or modes, and would mix up messages; "
+    "ranks with other modules, settings of torch's modules or forwards",
     "in every step",
     "25 bytes in each message",
     "all ranks make the same calls, with the same arguments: also save, load, state_dict and evaluate, so call none of "
     "them in an `if rank == 0:`",
+    "other code in functions that a forward calls, and in a loss; other numbers in attributes of your own modules",
 )
 SAME_WEIGHTS = Guard(
     "weights of all ranks",
@@ -58,7 +60,7 @@ PARTIAL_STATE = Guard(
     "now and then",
     "comparing version counters of parameters",
     "use pipe.state_dict(), or pipe.save_pretrained() for a Hugging Face model, on all ranks",
-    "parameters that are read one by one",
+    "parameters that are read one by one; a call of the model itself, in place of `pipe.evaluate`",
 )
 NORM_OF_A_PART = Guard(
     "norm of one rank",

@@ -1,7 +1,10 @@
 """What a pipeline was asked for, and what of it all ranks must have been asked for alike."""
 
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import getsource
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,6 +74,7 @@ class Options:
             "target_dims": repr(self.target_dims),
             "row of device": {str(k): line for k, line in enumerate(schedule.csv().splitlines())},
             "model": _tensors(module),
+            "module": _parts(module),
             **({"weights of the loss": _tensors(self.loss)} if isinstance(self.loss, nn.Module) else {}),
         }
 
@@ -85,3 +89,23 @@ def _tensors(module: nn.Module) -> dict[str, str]:
         name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}{word}"
         for name, (each, word) in tensors.items()
     }
+
+
+def _parts(module: nn.Module) -> dict[str, str]:
+    """The class of each module, what torch's say of themselves, and of others a number for the code of their forward:
+    with another rate of a dropout, say, a rank would train its part of another model.
+    """
+    codes = {kind: _code(kind) for kind in {type(part) for part in module.modules()}}
+    return {
+        name: type(part).__name__ + (codes[type(part)] or f"({part.extra_repr()})")
+        for name, part in module.named_modules()
+        if not isinstance(part, nn.ParameterList | nn.ParameterDict)  # they say on which GPU they are
+    }
+
+
+def _code(kind: type[nn.Module]) -> str:
+    if kind.__module__.startswith("torch.nn.modules."):
+        return ""
+    with suppress(OSError, TypeError):  # what was typed in has no source
+        return f" with code {zlib.crc32(getsource(kind.forward).encode()):08x}"
+    return " with unknown code"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gapless.errors import TransportError
 from gapless.run.ranks import many_processes as ranks_module
+from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.ring import encoded
 from tests.pipelines import Do, alive
@@ -131,6 +132,7 @@ def test_a_place_is_not_older_than_the_pipeline(server: Server, tmp_path: Path) 
 
 def can_not_connect() -> None:
     """Something fails on rank 1 after its watch has begun: no thread of it is left to say that all is well."""
+    watch._GRACE = 2.0
     if dist.get_rank() == 1:
 
         def fail(*_: object) -> None:

@@ -154,14 +154,14 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(server: Server, tmp_
 def computes_for_long() -> None:
     """Longer than the timeout, in a layer and outside; then all sleep for longer than that too."""
     model = nn.Sequential(Slow(0.0), Slow(0.0))
-    with pipeline(model, timeout=1.6, microbatches=2) as pipe:
+    with pipeline(model, timeout=1.6, microbatches=1) as pipe:
         pipe.step(X, Y)
         model[dist.get_rank()].seconds = 2.0 * dist.get_rank()  # type: ignore[assignment]
         pipe.step(X, Y)
-        say("asleep")
-        last = time.monotonic()
-        while time.monotonic() - last < 1.0:  # until it was stopped and goes on
-            last = time.monotonic()
+        awake: list[int] = []
+        signal.signal(signal.SIGCONT, lambda number, _: awake.append(number))
+        say("asleep")  # it may be stopped from now on
+        while not awake:  # any thread may get the signal, so nothing wakes this one
             time.sleep(0.01)
         pipe.step(X, Y)
     say("fine")
@@ -199,16 +199,27 @@ def test_ranks_that_wait_for_each_other_give_up_after_the_timeout(server: Server
             ), crew.everything()
 
 
+def the_other_is_in_its_layer() -> None:
+    dist.distributed_c10d._get_default_store().wait(["in its layer"])
+
+
+class Tells(Slow):
+    def forward(self, x: Tensor) -> Any:
+        if self.seconds:
+            dist.distributed_c10d._get_default_store().set("in its layer", "")
+        return super().forward(x)
+
+
 def stays_in_a_layer() -> None:
     """Rank 0 fails while rank 1 is in a layer that nobody can stop."""
     watch._GRACE = 2.0
-    model = nn.Sequential(Fragile(), Slow(0.0))
+    model = nn.Sequential(Fragile(), Tells(0.0))
     pipe = pipeline(model, microbatches=4)
     pipe.step(X, Y)
     fragile = model[0]
     assert isinstance(fragile, Fragile)
     if dist.get_rank() == 0:
-        fragile.arm("F", 1, seconds=1.5)  # by then the other is in its layer
+        fragile.arm("F", 1, first=the_other_is_in_its_layer)
     model[1].seconds = 100.0  # type: ignore[assignment]
     pipe.step(X, Y)
 
@@ -398,12 +409,20 @@ def test_ranks_may_leave_one_after_another(server: Server, tmp_path: Path) -> No
 # -- ranks disagree ----------------------------------------------------------------------------------------------------
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def _disagreements() -> dict[str, tuple[dict[str, Any], str]]:
     """What the last rank asks for instead, and what everybody says."""
     wider = model_of(3)
     wider[4] = nn.Linear(6, 6, bias=False)
     half = model_of(3)
     half[2] = nn.Linear(6, 6, dtype=torch.float64)
+    doubled = model_of(3)
+    doubled[2] = Doubled(6, 6)
+    kinds = "module 2 is Linear(in_features=6, out_features=6, bias=True) on rank 0 and Doubled with code"
     return {
         "microbatches": ({"microbatches": 8}, "microbatches is 4 on rank 0 and 8 on rank 2"),
         "seed": ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 2"),
@@ -417,6 +436,7 @@ def _disagreements() -> dict[str, tuple[dict[str, Any], str]]:
         "timeline": ({"timeline": True}, "timeline is false on rank 0 and true on rank 2"),
         "stages": ({"schedule": "zb-v"}, "stages is 3 on rank 0 and 6 on rank 2"),
         "names": ({"model": wider}, "model 4.bias is float32 (6,) on rank 0 and missing on rank 2"),
+        "code": ({"model": doubled}, kinds),  # the ranks trained parts of two models
         "types": ({"model": half}, "model 2.weight is float32 (6, 6) on rank 0 and float64 (6, 6) on rank 2"),
         "torch": ({"torch": "2.11.0"}, f"torch is {torch.__version__} on rank 0 and 2.11.0 on rank 2"),
         "mesh": ({"mesh": ("pp", "dp")}, 'mesh dimensions is ["dp", "pp"] on rank 0 and ["pp", "dp"] on rank 2'),
