@@ -17,7 +17,7 @@ def own(inputs: Any, target: Any) -> tuple[Any, Any]:
     regions: dict[int, dict[Any, Tensor]] = {}  # by storage
     for each in filter(_is_plain, tensors):
         regions.setdefault(each.untyped_storage()._cdata, {}).setdefault(_region(each), each.detach())
-    made = {key: dict(zip(some, _together([*some.values()]), strict=True)) for key, some in regions.items()}
+    made = {key: dict(zip(some, together([*some.values()]), strict=True)) for key, some in regions.items()}
     found = [
         made[each.untyped_storage()._cdata][_region(each)].detach() if _is_plain(each) else each.detach().clone()
         for each in tensors
@@ -28,7 +28,7 @@ def own(inputs: Any, target: Any) -> tuple[Any, Any]:
     return inputs, target
 
 
-def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+def together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Several tensors of one memory, copied as one piece of it."""
     if len(tensors) == 1:
         return copies(tensors)
