@@ -308,3 +308,39 @@ def test_a_gradient_that_waits_does_not_change_with_one_that_is_a_view_of_it(com
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad), name
+
+
+class Workspace(nn.Module):
+    """Its input is copied into memory that is made once."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(width, width), torch.zeros(2, width)
+
+    def forward(self, x: Tensor) -> Any:
+        self.memory.copy_(x.detach())
+        return self.linear(self.memory) + x
+
+
+class Clamped(nn.Module):
+    """Two layers get one gradient, which a hook changes in place when the first has seen it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.one(x)
+        y.register_hook(lambda grad: grad.clamp_(-0.01, 0.01))
+        return self.other(x) + y
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [(Workspace, "a buffer that the forward of a later"), (Clamped, "a gradient by a hook")]
+)
+def test_what_a_weight_gradient_waits_with_may_not_change_meanwhile(layer: Callable[[], Any], words: str) -> None:
+    # It was computed from the input of a later microbatch, or from the gradient that the hook had made.
+    layers = [nn.Linear(6, 6), *(layer() for _ in range(4)), nn.Linear(6, 6)]
+    options: dict[str, Any] = {"schedule": "zb-v", "microbatches": 4, "remat": "stage", "loss": F.mse_loss}
+    with gapless.Pipeline(layers, devices=2, **options) as pipe, pytest.raises(GaplessError, match=words):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
