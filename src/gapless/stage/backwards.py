@@ -2,15 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from gapless.stage.batch.own_copies import together
 from gapless.stage.guards.process_state import AtWork, here
 from gapless.stage.norm.batchnorm_calls import recomputed
 from gapless.stage.random.draws import alone
@@ -22,18 +24,22 @@ from .autocast import autocast_is_on, without_autocast
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
+_holders: Callable[[int], int] = torch._C._storage_Use_Count
 # What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _ONCE = False, False, (), True, True  # keep no graph, make none, for all leaves; unreachable ones may be; accumulate
 
 
 class Backwards:
-    """Those of one stage, whose forwards run in `mode`. `split`: some of their gradients wait. `is_open`: there is code
-    that is not torch's own; `are_compiled`: and some into which nobody can look.
+    """Those of one stage, whose forwards run in `mode`. `split`: some of the gradients of its parameters wait.
+    `is_open`: there is code that is not torch's own; `are_compiled`: and some into which nobody can look.
     """
 
-    def __init__(self, mode: Mode, *, split: bool, is_open: bool, are_compiled: bool) -> None:
+    def __init__(
+        self, mode: Mode, parameters: Sequence[Parameter], *, split: bool, is_open: bool, are_compiled: bool
+    ) -> None:
         self._mode, self._split, self._are_compiled = mode, split, are_compiled
+        self._parameters = parameters
         self._at_work = AtWork(mode, "backward") if is_open and not are_compiled else AtWork(None)
         self.watching: TorchFunctionMode | None = None  # around those that are looked at for draws
         self.cold = False  # something was compiled in this step
@@ -43,6 +49,7 @@ class Backwards:
     def run(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs one; what is deferred goes to `records`."""
         mode, watching = self._mode, None if self._are_compiled else self.watching
+        fresh = [each for each in self._parameters if each.grad is None] if self._split else ()
         if self.cold:  # torch compiles a backward when it first runs
             with alone():
                 start = time.perf_counter()
@@ -70,6 +77,7 @@ class Backwards:
                 if watching is not None:
                     _pop()
                 here.work, recording.thread.value = work, others
+        _own_memory(each for each in fresh if type(each.grad) is Tensor)
 
     def _run_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         statistics = self._mode.statistics
@@ -81,3 +89,18 @@ class Backwards:
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
             _run_backward(tuple(edges), tuple(grads), *_ONCE)
+
+
+def _own_memory(parameters: Iterable[Parameter]) -> None:
+    """Autograd keeps what it is given as `.grad`, a view too. Later microbatches add to it, so it must be no view of a
+    gradient that waits for its W.
+    """
+    found: dict[int, dict[Parameter, Tensor]] = {}  # by storage
+    for each in parameters:
+        if (grad := each.grad) is not None and grad.layout is torch.strided:
+            found.setdefault(grad.untyped_storage()._cdata, {})[each] = grad
+    for grads in found.values():
+        storage = next(iter(grads.values())).untyped_storage()
+        if _holders(storage._cdata) > 1 + len(grads):  # `storage` is one
+            for each, copied in zip(grads, together([*grads.values()]), strict=True):
+                each.grad = copied

@@ -82,7 +82,8 @@ class Calls:
         self.ran_unseen = False  # a call of this forward
         watch_torch()
         self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
-        self.backwards = Backwards(self.mode, split=split, is_open=self.is_open, are_compiled=bool(self._compiled))
+        seen = {"is_open": self.is_open, "are_compiled": bool(self._compiled)}
+        self.backwards = Backwards(self.mode, self._parameters, split=split, **seen)
         self._around: tuple[Any, Any] = (None, None)  # what this thread was at when a forward began
         self._held: AbstractContextManager[Any] | None = None  # torch's default generators, by this forward
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError
 from gapless.guards.passed_tensors import CHANGED_INPUTS
 from gapless.stage.batch import microbatch as mb
+from gapless.stage.guards.changing_buffers import no_late_uses
 from gapless.stage.offload.saved_storages import SavedStorages, unpack
 
 from .autocast import AutocastState
@@ -74,7 +75,7 @@ class RematCell(Cell):
         assert kept.autocast is not None
         work.replaying = True
         drawn, buffers = self._calls.draws.replayed(), self._undo.buffers.replayed(kept.buffers)
-        with torch.enable_grad(), kept.autocast.replayed(), buffers, self._undo.replayed(kept), drawn:
+        with torch.enable_grad(), kept.autocast.replayed(), buffers, self._undo.replayed(kept), drawn, no_late_uses():
             self._build(work, kept)
         work.replaying = False
 

@@ -241,3 +241,38 @@ def test_a_tensor_that_changes_before_w_is_refused() -> None:
     layer.basis.add_(1)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"a tensor that it needs was changed in place meanwhile.*clone"):
         stage.backward_weight(0)
+
+
+class Averaged(nn.Linear):
+    """A buffer that its forward moves and computes with."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return super().forward(x) * torch.sigmoid(self.mean)
+
+
+def test_a_second_run_in_a_backward_calls_what_the_first_has_compiled() -> None:
+    # It was compiled anew, for the mode that looks for late uses of buffers, and ran with other numbers.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Averaged() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+    plain, x, y = copy.deepcopy(model), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    options: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "compile": {"backend": "aot_eager"}}
+    with gapless.Pipeline(model, devices=2, remat="layer", **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, y)
+    torch.compiler.reset()
+    layers = [torch.compile(layer, backend="aot_eager") for layer in plain]
+    for part, goal in 2 * [*zip(x.chunk(4), y.chunk(4), strict=True)]:
+        value: Any = part
+        for layer in layers:
+            value = layer(value)
+        (F.mse_loss(value, goal) / 4).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad), name

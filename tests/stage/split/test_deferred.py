@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gapless
 from gapless.errors import GaplessError
 from gapless.stage.batch.plain import plain_step
 from gapless.stage.split.deferred import defer
@@ -278,3 +280,67 @@ def test_gradients_that_wait_have_the_dtype_that_the_parameter_asks_for(wanted: 
             assert other.grad is not None
             assert one.grad.dtype == other.grad.dtype
             assert torch.equal(one.grad, other.grad)
+
+
+class Positions(nn.Module):
+    """A table that is added through a view: for one sample, its gradient is a view of what the linear layer gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(6, 6), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.linear(x) + self.table.unsqueeze(0)).tanh()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_that_waits_does_not_change_with_one_that_is_a_view_of_it(compiled: bool) -> None:
+    # Later microbatches added to the table's gradient, and so to what the linear layer's waited with.
+    model = nn.Sequential(*(Positions() for _ in range(4)))
+    plain, x, y = copy.deepcopy(model), torch.randn(4, 4, 6), torch.randn(4, 4, 6)
+    compile = {"backend": "aot_eager"} if compiled else False
+    with gapless.Pipeline(model, devices=2, schedule="zb-h1", microbatches=4, loss=F.mse_loss, compile=compile) as pipe:
+        for _ in range(2):
+            pipe.step(x, y)
+    for part, goal in zip((*x.chunk(4), *x.chunk(4)), (*y.chunk(4), *y.chunk(4)), strict=True):
+        (F.mse_loss(plain(part), goal) / 4).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad), name
+
+
+class Workspace(nn.Module):
+    """Its input is copied into memory that is made once."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(width, width), torch.zeros(2, width)
+
+    def forward(self, x: Tensor) -> Any:
+        self.memory.copy_(x.detach())
+        return self.linear(self.memory) + x
+
+
+class Clamped(nn.Module):
+    """Two layers get one gradient, which a hook changes in place when the first has seen it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.one(x)
+        y.register_hook(lambda grad: grad.clamp_(-0.01, 0.01))
+        return self.other(x) + y
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [(Workspace, "a buffer that the forward of a later"), (Clamped, "a gradient by a hook")]
+)
+def test_what_a_weight_gradient_waits_with_may_not_change_meanwhile(layer: Callable[[], Any], words: str) -> None:
+    # It was computed from the input of a later microbatch, or from the gradient that the hook had made.
+    layers = [nn.Linear(6, 6), *(layer() for _ in range(4)), nn.Linear(6, 6)]
+    options: dict[str, Any] = {"schedule": "zb-v", "microbatches": 4, "remat": "stage", "loss": F.mse_loss}
+    with gapless.Pipeline(layers, devices=2, **options) as pipe, pytest.raises(GaplessError, match=words):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))

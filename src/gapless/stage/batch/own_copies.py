@@ -39,7 +39,7 @@ def _by_region(views: dict[Any, Tensor]) -> dict[Any, Tensor]:
             pieces.append([])
         pieces[-1].append(region)
         end = max(end, its_end)
-    made = [_together([views[region] for region in piece]) for piece in pieces]
+    made = [together([views[region] for region in piece]) for piece in pieces]
     return dict(zip(itertools.chain(*pieces), itertools.chain(*made), strict=True))
 
 
@@ -50,7 +50,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + spanned * tensor.element_size()
 
 
-def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+def together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Several tensors of one memory, copied as one piece of it."""
     if len(tensors) == 1:
         return copies(tensors)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from gapless.errors import GaplessError
 from gapless.guards.held_state import RECOMPUTED_STATE
@@ -167,6 +167,13 @@ class LateUses(TorchFunctionMode):
             if id(arg) in self._names:
                 raise changed_late(self._stage, f"the buffer {self._names[id(arg)]}")
         return func(*args, **(kwargs or {}))
+
+
+def no_late_uses() -> contextlib.AbstractContextManager[object]:
+    """Around a second run inside of a backward, which has the buffers of the first: compiled layers would be compiled
+    anew for this mode.
+    """
+    return _pop_mode_temporarily() if type(_get_current_function_mode()) is LateUses else contextlib.nullcontext()
 
 
 def marks_of(buffers: Iterable[Owned]) -> Marks:

@@ -8,7 +8,7 @@ buffers, casts of weights, the stage's own inputs, and what is too small to be w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -47,9 +47,9 @@ class SavedStorages:
         """Around a forward."""
         return saved_tensors_hooks(self.pack, unpack)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Ticket:
+    def pack(self, tensor: Tensor) -> Tensor | _Stays | _Ticket:
         if not self._may_leave(tensor):
-            return tensor
+            return tensor if tensor.is_inference() else _Stays(tensor, tensor._version)
         storage = tensor.untyped_storage()
         found = self._there.get(storage._cdata)
         if found is None:
@@ -149,6 +149,18 @@ class _Ticket:
         return made.set_(there, self._offset, self._shape, self._stride)
 
 
+class _Stays(NamedTuple):
+    """A tensor that stays where it is. Torch looks for changes in place only where it has no hooks to call."""
+
+    saved: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        if self.saved._version != self.version:
+            raise RuntimeError(f"{CHANGED}: a tensor of shape {tuple(self.saved.shape)}")
+        return self.saved
+
+
 def unpack(saved: Any) -> Any:
     """The tensor again; anything else as it is."""
-    return saved.tensor() if type(saved) is _Ticket else saved
+    return saved.tensor() if type(saved) in (_Ticket, _Stays) else saved

@@ -27,7 +27,7 @@ from .deferred import Records
 from .kept_casts import KeptCasts
 
 # A place for records, whether autocast has cast their parameters, and for what is kept until then, if that may leave.
-Put = tuple[Callable[[Any], None], bool, SavedStorages | None]
+Put = tuple[Records, bool, SavedStorages | None]
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -241,7 +241,7 @@ class Mode(KeptCasts, TorchFunctionMode):
             w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
         if not x.requires_grad:
             w.requires_grad_()
-        return x, w, b, (records.append, summed_low, self.saved)
+        return x, w, b, (records, summed_low, self.saved)
 
     def _pair(self, weight: Parameter, bias: Parameter | None) -> None:
         """They wait together from now on."""

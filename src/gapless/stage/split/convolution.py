@@ -52,7 +52,7 @@ def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         rest,
         bias is not None and bias.requires_grad,
     )
-    record(put, y.grad_fn, both, weight, _Both.weight, bias, _Both.bias, needs_input=x.requires_grad)
+    record(put, y.grad_fn, x, both, weight, _Both.weight, bias, _Both.bias, needs_input=x.requires_grad)
     return y
 
 
@@ -91,7 +91,7 @@ def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     y = F.embedding(indices, w, padding_idx, None, norm_type, by_freq)
     rows = weight.size(0)
     kept = (indices, rows, -1 if padding_idx is None else padding_idx % rows, by_freq)
-    record(put, y.grad_fn, kept, weight, _embedding_grad, needs_input=False)
+    record(put, y.grad_fn, indices, kept, weight, _embedding_grad, needs_input=False)
     return y
 
 

@@ -10,7 +10,7 @@ sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would dif
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from gapless.guards.weights_and_gradients import SECOND_USES
+from gapless.errors import GaplessError
+from gapless.guards.weights_and_gradients import SAVED_TENSORS, SECOND_USES
 from gapless.stage.autocast import autocast_is_on, casts_are_kept, without_autocast
 
 from .graph_task import Running
@@ -44,6 +45,13 @@ class Records(list[Any]):
     sole: Mapping[int, set[int]] = MappingProxyType({})
     # Where gradients are left that are not cast to the precision of their parameters yet; else they are, and added.
     low: dict[Parameter, Tensor] | None = None
+    # What W computes with, how often that had changed in place, and whether it is a gradient.
+    needed: Sequence[tuple[Tensor, int, bool]] = ()
+
+    def need(self, tensor: Tensor, version: int, *, is_grad: bool = False) -> None:
+        """W will compute with this one."""
+        self.needed = self.needed if type(self.needed) is list else []
+        self.needed.append((tensor, version, is_grad))
 
     @property
     def run_code_of_users(self) -> bool:
@@ -58,6 +66,10 @@ class Records(list[Any]):
             with without_autocast():
                 self.accumulate()
             return
+        for tensor, version, is_grad in self.needed:
+            if tensor._version != version:
+                raise _changed(is_grad)
+        self.needed = ()
         graded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # torch.no_grad costs ten times as much, in every W
         try:
@@ -103,6 +115,16 @@ class Records(list[Any]):
             add_grad(parameter, grad, shared=shared)
         else:
             low[parameter] = grad
+
+
+def _changed(is_grad: bool) -> GaplessError:
+    waited = "a weight gradient waited, and a tensor that it needs was changed in place meanwhile, "
+    if not is_grad:
+        return SAVED_TENSORS.refusal(f"{waited}most likely a buffer that the forward of a later microbatch has changed")
+    return SAVED_TENSORS.refusal(
+        f"{waited}a gradient by a hook or by the backward of a custom function",
+        "return a new tensor there, as grad.clamp(-1, 1) does and grad.clamp_(-1, 1) does not",
+    )
 
 
 class _Sum:

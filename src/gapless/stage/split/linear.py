@@ -95,13 +95,15 @@ def _product(
         if b is not None:
             y.add_(b)
         node = y.grad_fn
-    record(put, node, x.detach(), weight, weight_grad, bias, _sum_rows, needs_input=x.requires_grad)
+    kept = x.detach()
+    record(put, node, kept, kept, weight, weight_grad, bias, _sum_rows, needs_input=x.requires_grad)
     return y
 
 
 def record(
     put: Put,
     node: Any,
+    x: Tensor,
     kept: Any,
     weight: Parameter,
     weight_grad: Grad,
@@ -110,14 +112,16 @@ def record(
     *,
     needs_input: bool,
 ) -> None:
-    """Has the gradients of weight and bias recorded as soon as that of the node's result is known.
+    """Has the gradients of weight and bias recorded as soon as that of the node's result is known. Autograd checks that
+    x is as it was only if it saves x for a gradient of its own.
 
     Where nothing but the weight needs a gradient, the result was computed with a stand-in for the weight that requires
     one, and the hook ends the backward there.
     """
-    append, summed_low, saved = put
+    records, summed_low, saved = put
     if bias is not None and not bias.requires_grad:
         bias = None
+    held, version = (x, x._version) if saved is None else (None, 0)
     if saved is not None and type(kept) is Tensor:
         kept = saved.pack(kept)
 
@@ -125,9 +129,14 @@ def record(
         grad = grads[0]
         if grad is not None:
             there = unpack(kept)
-            append((weight, weight_grad, there, grad, summed_low))
+            records.append((weight, weight_grad, there, grad, summed_low))
             if bias is not None:
-                append((bias, bias_grad, there, grad, summed_low))
+                records.append((bias, bias_grad, there, grad, summed_low))
+            records.need(grad, grad._version, is_grad=True)
+            if held is not None:
+                records.need(held, version)
+            elif type(there) is Tensor:
+                records.need(there, there._version)
         return None if needs_input else (None,)
 
     node.register_prehook(hook)  # on the node, and not on y: after hooks of the user's that change the gradient of y
