@@ -103,6 +103,12 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / 4)
 
 
+def table() -> nn.Module:
+    """Its gradient for one sample is a view of that of its input."""
+    made = nn.Parameter(torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
+    return Do(lambda each, x: x + each.unsqueeze(0), made)
+
+
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import LENGTH, TRACEABLE, UNTRACED, VOCABULARY, WIDTH, Do, linear
+from .blocks import LENGTH, TRACEABLE, UNTRACED, VOCABULARY, WIDTH, Do, linear, table
 from .habits import Clock, Habits, aliased, changes, used
 
 # Of each the numbers of devices to choose from, and stages per device.
@@ -115,6 +115,10 @@ def trial(seed: int, *, with_habits: bool = True) -> Trial:
         schedule, devices, per_device = more.choice(STREAMS), more.randint(1, 3), 1
     stages = devices * per_device
     layers, names = _layers(rng, max(stages, rng.randint(3, 8)), traced, autocast)
+    if (drawn := random.Random(f"table {seed}")).random() < 0.25:  # the seeds of once have the layers of once
+        number = drawn.choice([at for at, layer in enumerate(layers) if not isinstance(layer, nn.Linear)] or [0])
+        layers[number] = nn.Sequential(table(), layers[number])
+        names[number] += " behind a table"
     habits = Habits(more, stream=streams) if with_habits and not traced else None
     if habits is not None:
         habits.put(more, layers, names)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gapless
 from gapless.stage.stage import Stage
 from tests.pipelines import Do, Own
 from tests.stage.exactness import assert_same_as_plain, mean_square
@@ -215,3 +218,49 @@ def test_frozen_attention_in_eval_mode_takes_torchs_fast_path() -> None:
 def test_vmap_inside_a_layer() -> None:
     layers = [nn.Linear(8, 8), Do(lambda part, x: torch.vmap(part)(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
     assert_same_as_plain(layers, torch.randn(6, 8))
+
+
+class Waits(torch.autograd.Function):
+    """Uses the gradient when the next stage has gone on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(0.01)
+        return grad * 1.0
+
+
+VIEWED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "unsqueezed": ((3, 6), lambda table: table.unsqueeze(0)),
+    "viewed": ((18,), lambda table: table.view(1, 3, 6)),
+    "transposed": ((6, 3), lambda table: table.t()[None]),
+    "reshaped after a view": ((3, 6), lambda table: table.view(18).reshape(1, 3, 6)),
+    "as it is": ((1, 3, 6), lambda table: table),
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("view", VIEWED)
+def test_a_gradient_on_its_way_does_not_change_with_one_that_is_a_view_of_it(
+    view: str, schedule: str, remat: Literal["none", "stage"]
+) -> None:
+    """For one sample a table's gradient is a view of the one that goes to the stage before, and so was its .grad."""
+    shape, seen = VIEWED[view]
+    model = nn.Sequential(
+        Do(lambda part, x: Waits.apply(part(x)), nn.Linear(6, 6)),
+        Own(lambda m, x: m.part(x + seen(m.table)), table=nn.Parameter(torch.randn(shape)), part=nn.Linear(6, 6)),
+    )
+    plain, x, y = copy.deepcopy(model), torch.randn(6, 3, 6), torch.randn(6, 3, 6)
+    options: dict[str, Any] = {"schedule": schedule, "remat": remat, "partition": [1, 1], "loss": F.mse_loss}
+    with gapless.Pipeline(model, devices=2, microbatches=6, **options) as pipe:
+        pipe.step(x, y)
+    for part, goal in zip(x.split(1), y.split(1), strict=True):
+        (F.mse_loss(plain(part), goal) / 6).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        assert torch.equal(one.grad, other.grad), name

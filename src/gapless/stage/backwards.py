@@ -49,7 +49,7 @@ class Backwards:
     def run(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs one; what is deferred goes to `records`."""
         mode, watching = self._mode, None if self._are_compiled else self.watching
-        fresh = [each for each in self._parameters if each.grad is None] if self._split else ()
+        fresh = [each for each in self._parameters if each.grad is None]
         if self.cold:  # torch compiles a backward when it first runs
             with alone():
                 start = time.perf_counter()
@@ -93,7 +93,7 @@ class Backwards:
 
 def _own_memory(parameters: Iterable[Parameter]) -> None:
     """Autograd keeps what it is given as `.grad`, a view too. Later microbatches add to it, so it must be no view of a
-    gradient that waits for its W.
+    gradient that is still to be used: by a W, or by the stage before this one.
     """
     found: dict[int, dict[Parameter, Tensor]] = {}  # by storage
     for each in parameters:
