@@ -228,7 +228,7 @@ class Waits(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         time.sleep(0.01)
         return grad * 1.0
 
@@ -251,7 +251,7 @@ def test_a_gradient_on_its_way_does_not_change_with_one_that_is_a_view_of_it(
     """For one sample a table's gradient is a view of the one that goes to the stage before, and so was its .grad."""
     shape, seen = VIEWED[view]
     model = nn.Sequential(
-        Do(lambda part, x: Waits.apply(part(x)), nn.Linear(6, 6)),
+        Do(lambda part, x: Waits.apply(part(x)), nn.Linear(6, 6)),  # type: ignore[no-untyped-call]
         Own(lambda m, x: m.part(x + seen(m.table)), table=nn.Parameter(torch.randn(shape)), part=nn.Linear(6, 6)),
     )
     plain, x, y = copy.deepcopy(model), torch.randn(6, 3, 6), torch.randn(6, 3, 6)
