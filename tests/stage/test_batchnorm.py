@@ -185,7 +185,7 @@ def test_a_step_that_fails_leaves_no_trace_in_deferred_statistics() -> None:
 def test_batch_norm_in_training_can_be_refused() -> None:
     model = normed()
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss, batchnorm="error") as pipe:
-        with pytest.raises(ConfigError, match=r"a BatchNorm1d in training .* batchnorm='error' refuses"):
+        with pytest.raises(ConfigError, match=r"a BatchNorm1d in training .* batchnorm='error' forbids"):
             pipe.step(*batch())
         pipe.evaluate(*batch())
         pipe.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -264,3 +265,30 @@ def test_a_gradient_on_its_way_does_not_change_with_one_that_is_a_view_of_it(
         assert one.grad is not None, name
         assert other.grad is not None, name
         assert torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("traced", [False, True])
+def test_neither_does_it_in_a_stream(traced: bool, microbatches: int) -> None:
+    """Clipping and later microbatches changed it."""
+
+    def trained(seen: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(1)
+        layers = [
+            Do(lambda part, x: Waits.apply(part(x)), nn.Linear(6, 6)),  # type: ignore[no-untyped-call]
+            Own(lambda m, x: m.part(x + seen(m.table)), table=nn.Parameter(torch.ones(3, 6)), part=nn.Linear(6, 6)),
+        ]
+        model: Any = Do(lambda first, second, x: second(first(x).tanh()), *layers) if traced else layers
+        batches = [(torch.randn(microbatches, 3, 6), torch.randn(microbatches, 3, 6)) for _ in range(6)]
+        options: dict[str, Any] = {"schedule": "2bw" if microbatches > 1 else "pipedream", "loss": F.mse_loss}
+        if traced:
+            options["example"] = batches[0][0]
+        with (
+            gapless.Pipeline(model, devices=2, microbatches=microbatches, **options) as pipe,
+            pipe.stream(optimizer=functools.partial(torch.optim.SGD, lr=0.1), clip=0.01) as stream,
+        ):
+            losses = [each.loss for each in stream.run(batches)]
+        return [*losses, *(each.detach() for layer in layers for each in layer.parameters())]
+
+    for one, other in zip(trained(lambda table: table.unsqueeze(0)), trained(lambda table: table * 1.0), strict=True):
+        assert torch.equal(one, other)

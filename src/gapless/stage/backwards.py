@@ -1,6 +1,7 @@
 """The backwards of a stage: autograd runs, outside of autocast, and what waits is recorded."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -16,30 +17,29 @@ from gapless.stage.batch.own_copies import together
 from gapless.stage.guards.process_state import AtWork, here
 from gapless.stage.norm.batchnorm_calls import recomputed
 from gapless.stage.random.draws import alone
+from gapless.stage.shared.weight_versions import places_of
 from gapless.stage.split.call_mode import Mode
-from gapless.stage.split.deferred import Records, recording
+from gapless.stage.split.deferred import Records, is_viewed, recording
 
 from .autocast import autocast_is_on, without_autocast
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
-_holders: Callable[[int], int] = torch._C._storage_Use_Count
 # What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _ONCE = False, False, (), True, True  # keep no graph, make none, for all leaves; unreachable ones may be; accumulate
 
 
 class Backwards:
-    """Those of one stage, whose forwards run in `mode`. `split`: some of the gradients of its parameters wait.
+    """Those of one stage, of these layers, whose forwards run in `mode`. `split`: some of their gradients wait.
     `is_open`: there is code that is not torch's own; `are_compiled`: and some into which nobody can look.
     """
 
-    def __init__(
-        self, mode: Mode, parameters: Sequence[Parameter], *, split: bool, is_open: bool, are_compiled: bool
-    ) -> None:
+    def __init__(self, mode: Mode, layers: Iterable[Any], *, split: bool, is_open: bool, are_compiled: bool) -> None:
         self._mode, self._split, self._are_compiled = mode, split, are_compiled
-        self._parameters = parameters
+        places = itertools.chain(*places_of(layers).values())  # where they are looked up: a stream puts others there
+        self._homes = [(module._parameters, name) for module, name in places]
         self._at_work = AtWork(mode, "backward") if is_open and not are_compiled else AtWork(None)
         self.watching: TorchFunctionMode | None = None  # around those that are looked at for draws
         self.cold = False  # something was compiled in this step
@@ -49,7 +49,8 @@ class Backwards:
     def run(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs one; what is deferred goes to `records`."""
         mode, watching = self._mode, None if self._are_compiled else self.watching
-        fresh = [each for each in self._parameters if each.grad is None]
+        found = [home.get(name) for home, name in self._homes]
+        fresh = [each for each in found if each is not None and each.grad is None]
         if self.cold:  # torch compiles a backward when it first runs
             with alone():
                 start = time.perf_counter()
@@ -77,7 +78,7 @@ class Backwards:
                 if watching is not None:
                     _pop()
                 here.work, recording.thread.value = work, others
-        _own_memory(each for each in fresh if type(each.grad) is Tensor)
+        _own_memory(fresh)
 
     def _run_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         statistics = self._mode.statistics
@@ -97,10 +98,10 @@ def _own_memory(parameters: Iterable[Parameter]) -> None:
     """
     found: dict[int, dict[Parameter, Tensor]] = {}  # by storage
     for each in parameters:
-        if (grad := each.grad) is not None and grad.layout is torch.strided:
+        grad = each.grad
+        if type(grad) is Tensor and grad.layout is torch.strided:
             found.setdefault(grad.untyped_storage()._cdata, {})[each] = grad
     for grads in found.values():
-        storage = next(iter(grads.values())).untyped_storage()
-        if _holders(storage._cdata) > 1 + len(grads):  # `storage` is one
+        if is_viewed(next(iter(grads.values())), len(grads)):
             for each, copied in zip(grads, together([*grads.values()]), strict=True):
                 each.grad = copied

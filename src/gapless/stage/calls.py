@@ -83,7 +83,7 @@ class Calls:
         watch_torch()
         self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
         seen = {"is_open": self.is_open, "are_compiled": bool(self._compiled)}
-        self.backwards = Backwards(self.mode, self._parameters, split=split, **seen)
+        self.backwards = Backwards(self.mode, (*layers, loss), split=split, **seen)
         self._around: tuple[Any, Any] = (None, None)  # what this thread was at when a forward began
         self._held: AbstractContextManager[Any] | None = None  # torch's default generators, by this forward
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)

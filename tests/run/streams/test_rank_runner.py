@@ -293,12 +293,12 @@ def refused() -> None:
     with pipeline(make("linear")) as pipe:
         with pytest.raises(ConfigError, match="vertical is false on rank 0 and true on rank 1; all ranks make"):
             pipe.stream(optimizer=momentum, vertical=rank == 1)
-        with pytest.raises(ConfigError, match="ReduceLROnPlateau" if rank == 1 else "rank 1 can't go on .*ReduceLR"):
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau" if rank == 1 else "rank 1 can't continue .*ReduceLR"):
             pipe.stream(
                 optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau if rank == 1 else slower
             )
         odd = pipe.stream(optimizer=momentum, scheduler=Odd if rank == 1 else slower)
-        with pytest.raises(ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't go on .*keeps a object"):
+        with pytest.raises(ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't continue .*keeps a object"):
             odd.state_dict()
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(batches(3)))
@@ -308,7 +308,7 @@ def refused() -> None:
         if rank == 1:
             with torch.no_grad():
                 next(iter(pipe.parameters())).mul_(2)
-        with pytest.raises(ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't go on .*changed"):
+        with pytest.raises(ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't continue .*changed"):
             list(stream.run(batches(3)))
 
 

@@ -9,7 +9,7 @@ of the newest share the memory of the user's parameters. An update leaves that m
 the parameters a new one; where nobody does, it changes them where they are. What an update does not change is shared.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -35,7 +35,7 @@ class Versions:
         own: Callable[[dict[nn.Parameter, nn.Parameter]], None],
         names: Mapping[nn.Parameter, str],
     ) -> None:
-        found = _places(layers)
+        found = places_of(layers)
         self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
         self.parameters, self._places, self._own = list(found), list(found.values()), own
         self.names = [names[each] for each in found]
@@ -92,7 +92,7 @@ class Versions:
                     "weights were changed or loaded since the stream was drained, or another stream has trained them, "
                     "but it still has older versions of them"
                 )
-        found = _places(self._layers)
+        found = places_of(self._layers)
         if set(found) != set(self.parameters):
             raise STREAM_WEIGHTS.refusal(
                 "a batch of a new kind uses other parameters than those before it, of which a stage has no versions"
@@ -232,7 +232,7 @@ class Versions:
                 self._free[place].append(leaf)
 
 
-def _places(layers: Sequence[Any]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+def places_of(layers: Iterable[Any]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """The parameters of some layers, and where these look them up."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for layer in layers:

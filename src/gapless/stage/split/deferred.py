@@ -30,6 +30,7 @@ from .reached_parameters import Reached, is_cast
 _PARAMETER = itemgetter(0)  # of a record
 _KNOWS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_num_references: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Records(list[Any]):
@@ -183,9 +184,14 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     if before is not None:
         before.add_(grad)
     elif grad.stride() == parameter.stride():
-        parameter.grad = grad.clone() if shared else grad
+        parameter.grad = grad.clone() if shared or is_viewed(grad) else grad
     else:
         parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+
+
+def is_viewed(grad: Tensor, tensors: int = 1) -> bool:
+    """Whether more tensors than these have its memory: somebody may still read it when `.grad` is added to."""
+    return type(grad) is Tensor and _num_references(grad.untyped_storage()._cdata) > tensors + 1  # that of this storage
 
 
 def has_hooks(leaf: Tensor) -> bool:
