@@ -153,6 +153,24 @@ def whisper() -> nn.Module:
     )
 
 
+def wav2vec2(**switches: Any) -> nn.Module:
+    """For transcripts; each sample is 70 numbers long."""
+    rates = ("hidden", "attention", "activation", "feat_proj", "final")
+    return made(
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        **ENCODER,
+        **dict.fromkeys((f"{rate}_dropout" for rate in rates), 0.0),
+        conv_dim=(8, 8),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        **switches,
+    )
+
+
 def mixtral(**switches: Any) -> nn.Module:
     sizes = {**DECODER, "num_hidden_layers": 1, "num_local_experts": 4}
     return made("MixtralForCausalLM", "MixtralConfig", **sizes, **switches)

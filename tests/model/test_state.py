@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -249,3 +250,31 @@ def test_what_is_stored_in_training_and_read_in_evaluation_is_refused() -> None:
             PartitionError, match=r"the forward of With stores a tensor in unit\.mean and reads what an"
         ):
             pipe.evaluate(x, y)
+
+
+class Hooking(nn.Module):
+    """As Hugging Face's models, which add hooks to their layers when they are first asked for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.hooked = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.first.register_forward_hook(lambda *call: call[-1] * 2)
+            self.hooked = True
+        if type(x.shape[1]) is not int:
+            raise TypeError("a size that varies")
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:a forward hook of")
+def test_hooks_that_a_failed_trace_adds_are_not_there_twice() -> None:
+    """Segformer's first trace fails, as no size of an image may vary: the second saw each layer's output twice."""
+    model, (x, y) = Hooking(), torch.randn(2, 6, 4)
+    plain = copy.deepcopy(model)
+    with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss) as pipe:
+        ours = pipe.step(x, y).losses
+    for part, goal, loss in zip(x.chunk(3), y.chunk(3), ours, strict=True):
+        assert torch.equal(loss, F.mse_loss(plain(part), goal))
+    assert len(model.first._forward_hooks) == 1

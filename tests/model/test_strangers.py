@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import gapless
 from gapless.errors import PartitionError
-from tests.model.strangers import STRANGERS, Batch, gpt2, mixtral, opt, text
+from tests.model.strangers import STRANGERS, VOCAB, Batch, gpt2, mixtral, opt, text, wav2vec2
+from tests.model.training import assert_exact
 from tests.run.forked import Launch
 
 MICROBATCHES = 3
@@ -131,6 +132,39 @@ def test_what_no_graph_can_follow_is_refused_by_the_name_of_its_switch(
         pytest.raises(PartitionError, match=switch),
     ):
         pipe.step(text(2 * MICROBATCHES))
+
+
+NO_DICE = {"layerdrop": 0.0, "apply_spec_augment": False}
+
+
+@pytest.mark.parametrize(
+    ("switches", "way_out"),
+    [
+        ({}, "Set layerdrop=0.0 and apply_spec_augment=False in its config"),
+        (NO_DICE, "leave out the labels and pass them as the target of loss="),
+    ],
+    ids=["drawn masks", "loss"],
+)
+def test_a_model_for_transcripts_says_what_to_do_about_its_masks_and_its_loss(
+    switches: dict[str, Any], way_out: str
+) -> None:
+    batch = {"input_values": torch.randn(6, 70), "labels": torch.randint(3, VOCAB, (6, 2))}
+    model = wav2vec2(**switches)
+    with gapless.Pipeline(model, devices=2, microbatches=3) as pipe, pytest.raises(PartitionError, match=way_out):
+        pipe.step(batch)
+
+
+def test_a_model_for_transcripts_of_padded_samples_is_exact_with_a_loss_of_ones_own() -> None:
+    """Its mask is written into zeros, and attention asks whether there is any padding."""
+
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        chances = outputs.logits.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(chances, target, torch.full((len(target),), len(chances)), torch.full((len(target),), 2))
+
+    mask = torch.ones(6, 70, dtype=torch.long)
+    mask[3, 50:] = 0
+    batch = {"input_values": torch.randn(6, 70), "attention_mask": mask}
+    assert_exact(wav2vec2(**NO_DICE), [(batch, torch.randint(3, VOCAB, (6, 2)))], loss=loss, evaluate=False)
 
 
 class Seeded(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,40 @@ def test_every_microbatch_takes_the_branch_that_its_own_data_choose() -> None:
     assert_exact(model, batches, loss=F.mse_loss, schedule="zb-v", remat="stage")
 
 
+def is_padded(mask: Tensor) -> bool:
+    """As Wav2Vec2 makes the mask of its features: written where the last one is, and summed up from there."""
+    made = torch.zeros_like(mask)
+    made[torch.arange(len(mask), device=mask.device), mask.sum(-1) - 1] = 1
+    part = made[:, 1:]
+    part.mul_(2)
+    made = made.flip([-1]).cumsum(-1).flip([-1])
+    return not made.all()
+
+
+class AskingIn(Net):
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.ask(mask):
+            x = (x * 1.1) * mask
+        return torch.tanh(self.second(x))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda mask: 0 in mask, lambda mask: (mask == 0).any().item(), is_padded],
+    ids=["a number in a tensor", "item", "of a tensor that is written"],
+)
+def test_a_question_may_be_asked_in_any_way(ask: Callable[[Tensor], bool]) -> None:
+    """GPT-2 without a mask looks for padding in its tokens; each of these was refused."""
+    mask = torch.ones(6, 4, dtype=torch.long)
+    mask[3, 2:] = 0
+    assert_exact(AskingIn(ask), [({"x": torch.randn(6, 4), "mask": mask}, torch.randn(6, 4))], loss=F.mse_loss)
+
+
 def test_there_are_as_many_traces_as_answers() -> None:
     with gapless.Pipeline(Asking(), devices=2, microbatches=3, loss=F.mse_loss) as pipe:
         for empty in ((), (1,), (2, 5), (0,)):
@@ -56,12 +91,11 @@ class OfWeights(Net):
 
 
 class OfChanged(Net):
-    """What is asked was written before, which its origin does not tell."""
+    """What is asked was written into the batch before."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        known = mask.clone()
-        known[:2] = 0
-        return self.second(self.first(x) if known.all() else x)  # type: ignore[no-any-return]
+        mask[:2] = 0
+        return self.second(self.first(x) if mask.all() else x)  # type: ignore[no-any-return]
 
 
 class OfDraws(Net):

@@ -57,6 +57,13 @@ def test_trees_are_cut_and_merged_and_the_rest_goes_to_every_microbatch() -> Non
     assert merged["pair"].b is None
 
 
+def test_outputs_that_cannot_be_joined_are_all_there() -> None:
+    """CLIP's similarities of each image with each text, for a last batch of 5 in 4 parts, ended in torch's error."""
+    outputs = [torch.eye(count) for count in (2, 1, 1, 1)]
+    merged = mb.merge([{"similarity": output} for output in outputs], [2, 1, 1, 1])["similarity"]
+    assert all(torch.equal(one, other) for one, other in zip(merged, outputs, strict=True))
+
+
 def test_outputs_without_samples_that_differ_are_all_there() -> None:
     """The first microbatch's stood for all: a loss that a model returned was a quarter of the minibatch's data."""
     parts = [{"mean": torch.tensor(float(m)), "rows": torch.zeros(m + 3, 2), "x": torch.zeros(2)} for m in range(2)]

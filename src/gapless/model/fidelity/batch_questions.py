@@ -7,7 +7,7 @@ Hugging Face's attention asks in this way whether there is any padding, and take
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,10 @@ class Questions(TorchFunctionMode):
         self.asked: list[BatchQuestion] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__bool__:
+        if func is Tensor.__contains__:  # `pad in ids`, which asks in a way that no mode sees
+            with self:
+                return bool((args[0] == args[1]).any())
+        if func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool):
             answer = self._answer(args[0])
             if answer is not None:
                 return answer
@@ -56,22 +59,27 @@ class Questions(TorchFunctionMode):
 
     def _answer(self, tensor: Tensor) -> bool | None:
         """None where it depends on more than the batch: weights, or numbers that are still to be drawn."""
-        node = _node_of(tensor)
-        if node is None:
+        node, mode = _node_of(tensor), proxy_tensor.get_proxy_mode()
+        if node is None or mode is None:
             return None
+        root: Any = mode.tracer.root  # type: ignore[union-attr]
         origins = needed([node])
+        while not origins.issuperset(changes := _changes(node.graph, origins)):
+            origins |= needed(changes)
         nodes = [each for each in node.graph.nodes if each in origins]
         if any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes):
             return _certain(node)
         placeholders = [each for each in node.graph.nodes if each.op == "placeholder"]
         place = {each: number for number, each in enumerate(placeholders[-len(self._flat) :])}
-        given = [each for each in nodes if each.op != "call_function"]
-        if any(each not in place for each in given) or _changed(node.graph, set(nodes)):
+        literals = {each: getattr(root, str(each.target)) for each in nodes if _is_literal(each)}
+        given = [each for each in nodes if each.op != "call_function" and each not in literals]
+        # What writes into the batch itself would do so again whenever it is asked.
+        if any(each not in place for each in given) or _changes(node.graph, set(given)):
             return None
         leaves = tuple(place[each] for each in given)
         # In a thread of its own, since this one traces whatever it computes.
         with ThreadPoolExecutor(1) as apart:
-            question = apart.submit(_asked, nodes, given, leaves, self._flat).result()
+            question = apart.submit(_asked, node, nodes, given, literals, leaves, self._flat).result()
         self.asked.append(question)
         return question.answer
 
@@ -102,7 +110,7 @@ def depends_on_data(tensor: Tensor) -> bool:
     if not nodes:
         return tensor.requires_grad
     draws = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes)
-    return draws or any(each.op == "placeholder" for each in nodes) or _changed(nodes[0].graph, set(nodes))
+    return draws or any(each.op == "placeholder" for each in nodes) or bool(_changes(nodes[0].graph, set(nodes)))
 
 
 def constant(tensor: Tensor) -> Tensor | None:
@@ -123,33 +131,48 @@ def constant(tensor: Tensor) -> Tensor | None:
     return made
 
 
-def _changed(graph: Graph, nodes: set[Node]) -> bool:
-    """Whether something has been written into the memory of these nodes: they would not be computed anew alike."""
-    touched = set(nodes)
+def _is_literal(node: Node) -> bool:
+    """Whether it is a number of the code, as 1 in `mask[rows, ends] = 1`, which each use copies."""
+    return node.op == "get_attr" and all(user.target is aten.lift_fresh_copy.default for user in node.users)
+
+
+def _changes(graph: Graph, nodes: set[Node]) -> list[Node]:
+    """The calls that may write into the memory of these nodes: without them they would not be computed anew alike."""
+    touched, found = set(nodes), []
     for node in graph.nodes:
         if touched.isdisjoint(node.all_input_nodes):
             continue
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            return True
+            found.append(node)
         if schema is None or any(each.alias_info is not None for each in schema.returns):
             touched.add(node)
-    return False
+    return found
 
 
-def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...], flat: Sequence[Any]) -> BatchQuestion:
+def _asked(
+    asked: Node,
+    nodes: Sequence[Node],
+    given: Sequence[Node],
+    literals: Mapping[Node, Tensor],
+    leaves: tuple[int, ...],
+    flat: Sequence[Any],
+) -> BatchQuestion:
     graph = Graph()
     values = {node: graph.placeholder(node.name) for node in given}
     device = graph.placeholder("device_of_batch")
     for node in nodes:
-        if node.op == "call_function":
+        if node in literals:
+            values[node] = graph.get_attr(str(node.target))
+        elif node.op == "call_function":
             values[node] = graph.node_copy(node, values.__getitem__)
             values[node].meta = {}
             # A batch may be asked before it is brought to the device of the trace.
             named = values[node].kwargs.items()
             values[node].kwargs = {key: device if isinstance(each, torch.device) else each for key, each in named}
-    graph.output(values[nodes[-1]])
-    run: Callable[..., Any] = GraphModule({}, graph).forward
+    graph.output(values[asked])
+    held = {str(node.target): value for node, value in literals.items()}
+    run: Callable[..., Any] = GraphModule(held, graph).forward
 
     def ask(*values: Any) -> Any:
         device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gapless.stage.guards.state.held_objects import Seen, can_be_seen
 from gapless.stage.guards.state.reachable_state import Walk, named
-from gapless.stage.guards.state.state_notes import OWN, Fields, Note, content_of, holds_tensors, write
+from gapless.stage.guards.state.state_notes import OWN, Entries, Fields, Note, content_of, holds_tensors, write
 
 from . import thread_patches
 from .batch_questions import constant, depends_on_data
@@ -42,6 +42,7 @@ class ForwardState:
         """Around the forward of a model: what that changes is noted, and put back."""
         held = [each for _, *each in Walk(named([model]), follows=False).held()]
         found = [Seen(*each) for each in held if not isinstance(each[0], Tensor | None) and can_be_seen(each[0])]
+        hooks = [(held, dict(held)) for module in model.modules() for held in _hooks(module)]
         try:
             with (
                 thread_patches.instead(nn.Module, "__setattr__", self._set),
@@ -54,6 +55,7 @@ class ForwardState:
                 if not each.stays() and (note := each.note()) is not None:
                     moved += _parts(note)
             changed = [Changed(part, content_of(part.holder)) for part in moved]
+            changed += [_changed(held, before) for held, before in hooks if held != before]
             self.changed += [each for each in changed if self._counts(each)]
             for one in changed:
                 one.put_back()
@@ -140,6 +142,16 @@ def _parts(note: Note) -> Iterator[Note]:
         return
     for name in [name for name in holder.keys or () if name not in OWN]:
         yield Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Those of its forward, which a Hugging Face model adds when it is first asked for its hidden states."""
+    return [held for name, held in vars(module).items() if name in OWN and name.startswith("_forward")]
+
+
+def _changed(held: dict[int, Any], before: dict[int, Any]) -> Changed:
+    keys = {**before, **held}
+    return Changed(Note(Entries(held, keys), "its hooks", Entries(before, keys).read()), Entries(held, keys).read())
 
 
 def _setter() -> str:

@@ -113,6 +113,8 @@ def switches(model: nn.Module) -> list[str]:
     configs = [getattr(module, "config", None) for module in modules]
     drops = [name for config in configs for name in _DROPS if _number(getattr(config, name, 0)) > 0]
     found = [f"{name}=0.0" for name in dict.fromkeys(drops)]
+    if any(getattr(config, "apply_spec_augment", False) for config in configs):
+        found.append("apply_spec_augment=False")
     has_experts = any("Experts" in type(module).__name__ for module in modules)
     if has_experts and any(getattr(config, "_experts_implementation", None) == "eager" for config in configs):
         found.append('experts_implementation="batched_mm"')

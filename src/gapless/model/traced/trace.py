@@ -248,8 +248,11 @@ def _refusal(model: nn.Module, error: Exception, names: Iterable[str]) -> str:
     change = (
         f"Set {' and '.join(wanted)} in its config" if wanted else "Check the shapes of the batch, change that line"
     )
+    place = _place_of(error)
+    if "labels" in names and "loss" in place.lower():
+        change += ", leave out the labels and pass them as the target of loss="
     return (
-        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). {change}, or "
+        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({place}). {change}, or "
         f"{LOST_IN_TRACE.way_out}"
     )
 

@@ -251,12 +251,13 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None, whole: Mapp
     them is taken as it is, and anything else is a list with that of each: the first alone would pass for the whole.
 
     A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every
-    microbatch. `whole` has what is known better, by the id of the first microbatch's tensor.
+    microbatch, and the others are alike in all: similarities of all pairs of samples are not. `whole` has what is known
+    better, by the id of the first microbatch's tensor.
     """
     rows = [flatten(tree, once=False) for tree in trees]
     merged: list[Any] = []
     for column in zip(*(tensors for tensors, _ in rows), strict=True):
-        cut = all(tensor.dim() > 0 for tensor in column)
+        cut = all(tensor.dim() > 0 and tensor.shape[1:] == column[0].shape[1:] for tensor in column)
         if cut and counts is not None:
             cut = all(tensor.size(0) == count for tensor, count in zip(column, counts, strict=True))
         if whole and id(column[0]) in whole:
