@@ -212,7 +212,9 @@ def refused() -> None:
         stream = pipe.stream(optimizer=momentum)
         list(stream.run(batches(4)))
         first = stage_of(dist.get_rank(), (3, 1)) == 0
-        with pytest.raises(ConfigError, match="wait for the rest" if first else "rank 0 can't continue .* wait for the"):
+        with pytest.raises(
+            ConfigError, match="wait for the rest" if first else "rank 0 can't continue .* wait for the"
+        ):
             stream.state_dict(versions=False)
         with stream:
             pass

@@ -298,7 +298,9 @@ def refused() -> None:
                 optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau if rank == 1 else slower
             )
         odd = pipe.stream(optimizer=momentum, scheduler=Odd if rank == 1 else slower)
-        with pytest.raises(ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't continue .*keeps a object"):
+        with pytest.raises(
+            ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't continue .*keeps a object"
+        ):
             odd.state_dict()
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(batches(3)))
@@ -308,7 +310,9 @@ def refused() -> None:
         if rank == 1:
             with torch.no_grad():
                 next(iter(pipe.parameters())).mul_(2)
-        with pytest.raises(ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't continue .*changed"):
+        with pytest.raises(
+            ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't continue .*changed"
+        ):
             list(stream.run(batches(3)))
 
 
