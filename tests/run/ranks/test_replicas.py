@@ -213,10 +213,10 @@ def shards(whole: str) -> None:
     share = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     x, y = torch.randn(8, 6, generator=chance), torch.randn(8, 6, generator=chance)
     if whole != "all layers":
-        with pytest.raises(ConfigError, match=r"has taken 2 of its parameters, .* shard the layers first"):
+        with pytest.raises(ConfigError, match=r"has taken 2 of its parameters, .* first shard every layer"):
             gapless.Pipeline(model, mesh=mesh, microbatches=2, loss=F.mse_loss, timeout=60)
         traced: Any = fully_shard(nn.Transformer(4, 2, 1, 1, 8), mesh=mesh["dp"])
-        with pytest.raises(ConfigError, match=r"FSDPTransformer is sharded by fully_shard, .* shard the layers"):
+        with pytest.raises(ConfigError, match=r"FSDPTransformer is sharded by fully_shard, .* shard each layer"):
             gapless.Pipeline(traced, mesh=mesh, microbatches=2, loss=F.mse_loss, timeout=60)
         return
     with gapless.Pipeline(model, mesh=mesh, microbatches=2, loss=F.mse_loss, timeout=60) as pipe:
