@@ -103,7 +103,7 @@ def run(
     progress("")
     if picture is not None:
         picture.write_text(drawn(rows), encoding="utf-8", newline="\n")
-    columns = "way | layers | parameters:B | against plain=larger:x | on the host=host:GiB | step=seconds:s"
+    columns = "way | layers | parameters:B | against plain=larger:x | activations on the host=host:GiB | step=seconds:s"
     columns += f" | of {same} layers=same:s{' | trained | too large=failed' * gpu}"
     note = f"{show_count(devices, 'device')} of {memory:g} GiB, {microbatches} microbatches of {samples} samples with "
     note += f"{tokens} tokens, width {width}, float32 with AdamW. "
